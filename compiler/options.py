@@ -106,7 +106,7 @@ class Options:
     )
     few_tokens: Literal["auto", "off"] = typed_field(
         "auto",
-        'collectives of few tokens as one kernel with the residual and the norm behind them. "auto": where the profile says '
+        'collectives of few tokens as one kernel with what follows them: bias, norms, residual. "auto": where the profile says '
         'that they are faster, of any size below `min_bytes` too; "off": by overrides only',
     )
     min_bytes: int = typed_field(

@@ -100,7 +100,8 @@ def _sizes_of_fused(site: Fused) -> SiteSizes | None:
     if dtype is None or c.op is None or not shape:
         return None
     rows = numel(shape[:-1]) * (c.ranks if c.op is Op.ALL_GATHER else 1)
-    return SiteSizes(f"fused_{c.op.value}", c.ranks, dtype, (), rows, shape[-1], hosts=c.hosts, has_norm=site.norm is not None)
+    has_norm = site.norm is not None or (site.branch is not None and site.branch.norm is not None)
+    return SiteSizes(f"fused_{c.op.value}", c.ranks, dtype, (), rows, shape[-1], hosts=c.hosts, has_norm=has_norm)
 
 
 def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape | None:

@@ -236,7 +236,7 @@ def match_regroup(pieces: list[Node], ranks: int) -> tuple[Node, int] | None:
 
     The source, the index or bounds and the order of every piece are checked: a permuted or trimmed cat gives None.
     """
-    cuts = [c for p in pieces if (c := _cut(p)) is not None]
+    cuts = [c for p in pieces if (c := read_cut(p)) is not None]
     if len(pieces) != ranks or len(cuts) != ranks:
         return None
     source, axis = cuts[0][:2]
@@ -249,8 +249,8 @@ def match_regroup(pieces: list[Node], ranks: int) -> tuple[Node, int] | None:
     return source, axis
 
 
-def _cut(piece: Node) -> tuple[Node, int, Size, Size] | None:
-    """(source, dim, start, end) of a slice, or of a getitem of a split or chunk. Pieces of float8 are joined as bytes."""
+def read_cut(piece: Node) -> tuple[Node, int, Size, Size] | None:
+    """Return (source, dim, start, end) of a slice, or of a getitem of a split or chunk. Pieces of float8 may be bytes."""
     step = element_effect(piece) if piece.target is aten.view.dtype else None
     if step is not None:
         piece = step.source

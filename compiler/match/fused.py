@@ -1,6 +1,6 @@
 """A collective of few tokens and what follows a reduction: the residual, the norm, and the cast of the norm to float8.
 
-    all_reduce | reduce_scatter -> wait -> view* -> add(residual) -> norm -> view* -> cast
+    all_reduce | reduce_scatter -> wait -> branch (branch.py) -> add(residual) -> norm -> view* -> cast
     all_gather -> wait
 
 The sum with the residual may have any readers: it is a result of the op, as is the norm's result. The collective's own result
@@ -20,8 +20,9 @@ import torch
 from torch.fx import Node
 
 from ..graph.aten import CASTS, Effect, aten, dtype_of, element_effect, readers, shape_of
-from ..graph.sizes import divide, is_same, is_same_shape, numel
+from ..graph.sizes import divide, is_same, is_same_shape
 from ..plan.reasons import Reason
+from .branch import Branch, find_branch, follow_views, has_rows_of
 from .collectives import Collective, Op
 from .float8_cast import Float8Cast, find_float8_cast
 from .norm import Norm, find_norm
@@ -30,8 +31,6 @@ from .site import Fused, Miss
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _VECTOR = 16
 """Bytes that a thread moves at once."""
-_MOST_ROW = 8 * 512 * _VECTOR
-"""Bytes of a row that the op can norm (csrc/core/fused_collective.h)."""
 
 
 def match_fused(c: Collective) -> Fused | Miss:
@@ -49,10 +48,14 @@ def match_fused(c: Collective) -> Fused | Miss:
 
 def fused_forms(c: Collective) -> list[Fused]:
     """Return the forms of a collective that has one: with all that follows it, then with less, which other sites may have."""
-    forms = [Fused(c)]
-    for grow in () if c.op is Op.ALL_GATHER else (_with_residual, _with_norm, _with_cast):
-        forms.append(grow(forms[-1]))
-    return list(dict.fromkeys(reversed(forms)))
+    alone = Fused(c)
+    if c.op is Op.ALL_GATHER:
+        return [alone]
+    summed = _with_residual(alone)
+    both = _with_addend(summed)
+    normed = _with_norm(both)
+    unsummed = _with_norm(alone)
+    return list(dict.fromkeys([_with_cast(normed), normed, both, summed, _with_cast(unsummed), unsummed, alone]))
 
 
 def _row_of(c: Collective) -> object:
@@ -68,20 +71,31 @@ def _is_whole(cols: object, dtype: torch.dtype) -> bool:
 
 
 def _with_residual(site: Fused) -> Fused:
-    """Return the site with the sum that alone reads the result, if it is one with a tensor of the same sizes and type."""
-    at, views = site.reduced, list[Node]()
-    while len(readers(at)) == 1:
-        (node,) = readers(at)
-        effect = element_effect(node)
-        if effect is not None and effect.kind is Effect.SAME and effect.source is at:
-            views.append(node)
-            at = node
-            continue
-        residual = _other_summand(node, at)
-        if residual is not None and dtype_of(residual) == dtype_of(at):
-            return replace(site, inner=tuple(views), residual=residual, sum=node)
-        return _with_wide_sum(site, at, views, node) or site
-    return site
+    """Return the site with the sum of its branch and a tensor of the same sizes and type, if nothing else reads the branch."""
+    return _add_residual(site, find_branch(site.collective, site.reduced)) or site
+
+
+def _with_addend(site: Fused) -> Fused:
+    """Return the site with the next sum too, where that alone reads the first: (branch + addend) + residual."""
+    if site.branch is None or site.sum is None or site.norm is not None or len(readers(site.sum)) != 1:
+        return site
+    if not has_rows_of(site.collective, site.sum):
+        return site
+    at, views = follow_views(site.sum)
+    branch = replace(site.branch, out=at, nodes=(*site.branch.nodes, site.sum, *views), addend=site.residual)
+    return _add_residual(Fused(site.collective), branch) or site
+
+
+def _add_residual(site: Fused, branch: Branch) -> Fused | None:
+    at = branch.out
+    if len(readers(at)) != 1:
+        return None
+    (node,) = readers(at)
+    grown = replace(site, branch=branch)
+    residual = _other_summand(node, at)
+    if residual is not None and dtype_of(residual) == dtype_of(at):
+        return replace(grown, residual=residual, sum=node)
+    return _with_wide_sum(grown, at, node)
 
 
 def _other_summand(node: Node, at: Node) -> Node | None:
@@ -95,8 +109,8 @@ def _other_summand(node: Node, at: Node) -> Node | None:
     return others[0] if same else None
 
 
-def _with_wide_sum(site: Fused, at: Node, views: list[Node], cast: Node) -> Fused | None:
-    """Return the site with a sum in fp32 of the result `at`, which only `cast` reads, and a residual of its type.
+def _with_wide_sum(site: Fused, at: Node, cast: Node) -> Fused | None:
+    """Return the site with a sum in fp32 of its branch `at`, which only `cast` reads, and a residual of its type.
 
     The sum is read by its norm, by a cast back, or by both.
     """
@@ -107,7 +121,7 @@ def _with_wide_sum(site: Fused, at: Node, views: list[Node], cast: Node) -> Fuse
     other = _other_summand(total, cast)
     if other is None:
         return None
-    residual, inner = other, [*views, cast, total]
+    residual, inner = other, [cast, total]
     if dtype_of(other) is torch.float32 and other.target in CASTS:
         residual = other.all_input_nodes[0]
         inner += [other] if len(readers(other)) == 1 else []
@@ -155,10 +169,7 @@ def _with_norm(site: Fused) -> Fused:
 
 def _fits(site: Fused, normed: Node, norm: Norm) -> bool:
     """Return whether the rows of the collective are those of the norm."""
-    cols, shape = shape_of(site.collective.input)[-1], shape_of(normed)
-    same_rows = bool(shape) and is_same(cols, shape[-1]) and is_same(numel(shape), numel(shape_of(site.reduced)))
-    bytes_of_row = cols * dtype_of(normed).itemsize
-    return same_rows and isinstance(bytes_of_row, int) and bytes_of_row <= _MOST_ROW and norm.epsilon >= 0
+    return has_rows_of(site.collective, normed) and norm.epsilon >= 0
 
 
 def _with_cast(site: Fused) -> Fused:

@@ -21,12 +21,13 @@ from ..graph.aten import (
     element_effect,
     match_regroup,
     pieces_of,
+    read_cut,
     readers,
     shape_of,
     tensor_of,
 )
 from ..graph.matmul import Matmul, as_matmul, is_matmul
-from ..graph.sizes import divide, is_same, is_same_shape, numel, squeezed
+from ..graph.sizes import Size, divide, is_same, is_same_shape, numel, squeezed
 from ..plan.reasons import Reason
 from .collectives import Collective
 from .permutes import permute_of_input
@@ -128,7 +129,7 @@ class GatherWalk:
         if cats and only_cats:
             self.cuts.update(dict.fromkeys((cut, *pieces, *as_bytes)))
         else:
-            self._keep(node, None if cats else Miss(Reason.UNEVEN_SHARDS, f"{cut.name} trims or cuts the gathered tensor"))
+            self._keep(node, None if cats else _explain_cut(node, cut, pieces))
         return added
 
     def _regroup(self, node: Node, alias: GatheredAlias, cat: Node) -> GatheredAlias | None:
@@ -208,6 +209,29 @@ def _explain_reader(reader: Node, effect: ElementEffect | None) -> Miss | None:
     if reader.target is aten.constant_pad_nd.default:
         return Miss(Reason.UNEVEN_SHARDS, f"{reader.name} pads or trims the gathered tensor")
     return Miss(Reason.NON_LINEAR, f"{reader.name} stands between the gather and {matmul.name}")
+
+
+def _explain_cut(node: Node, cut: Node, pieces: list[Node]) -> Miss | None:
+    """Why matmuls that read pieces of the gathered `node` are no consumers; None if there are none."""
+    trims = (*CUTS, aten.slice.Tensor, aten.cat.default)
+    if not _cuts_all(node, cut) or any(u.target in trims for p in pieces for u in p.users):
+        return Miss(Reason.UNEVEN_SHARDS, f"{cut.name} trims or cuts the gathered tensor")
+    matmul = next(filter(None, map(_find_matmul_after, pieces)), None)
+    return Miss(Reason.LAYOUT, f"{cut.name} cuts the gathered tensor, and {matmul.name} reads a piece") if matmul else None
+
+
+def _cuts_all(node: Node, cut: Node) -> bool:
+    """Return whether the pieces of `cut`, or all slices of its dim, have all elements of `node` in a row."""
+    pieces = list(cut.users) if cut.target in CUTS else [u for u in node.users if u.target is aten.slice.Tensor]
+    dim = dim_of(cut, 2 if cut.target in CUTS else 1)
+    bounds = [(start, end) for _, at, start, end in filter(None, map(read_cut, pieces)) if at == dim]
+    todo: list[Size] = [0]
+    while todo:
+        reached = todo.pop()
+        if is_same(reached, shape_of(node)[dim]):
+            return True
+        todo += [end for start, end in bounds if is_same(start, reached) and not is_same(end, reached)]
+    return False
 
 
 def _find_matmul_after(node: Node) -> Node | None:

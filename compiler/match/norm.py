@@ -68,7 +68,7 @@ def _one_op(x: Node) -> Iterator[Norm]:
         results = [p for p in parts if p.target is operator.getitem and p.args[1] == 0]
         unread = all(p in results or not readers(p) for p in parts)
         is_known = isinstance(epsilon, float | int)  # torch's default for RMSNorm depends on its release
-        if len(dims) != 1 or len(results) != 1 or not (unread and is_known and _fit(x, weight, bias)):  # type: ignore[arg-type]
+        if len(dims) != 1 or len(results) != 1 or not (unread and is_known and fits_columns(x, weight, bias)):  # type: ignore[arg-type]
             continue
         yield Norm(kind, _as_node(weight), _as_node(bias), float(epsilon), False, results[0], (node, *parts))
 
@@ -188,7 +188,7 @@ def _vectors(node: Node, at: Node, x: Node) -> list[tuple[Node, float]]:
     if vector is not None and dtype_of(others[0]) is torch.float32:
         pairs.insert(0, (vector, constant))
     narrow = [(_inputs(v)[0] if _is_widening(v) else v, constant) for v, constant in pairs]
-    return [(v, constant) for v, constant in narrow if _fit(x, v)]
+    return [(v, constant) for v, constant in narrow if fits_columns(x, v)]
 
 
 def _is_widening(node: Node) -> bool:
@@ -206,7 +206,7 @@ def _vector_nodes(node: Node, at: Node, vector: Node) -> list[Node]:
     return taken
 
 
-def _fit(x: Node, *vectors: object) -> bool:
+def fits_columns(x: Node, *vectors: object) -> bool:
     """Return whether all are None, or vectors of x's columns and type."""
     for v in vectors:
         if v is None:

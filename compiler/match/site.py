@@ -12,6 +12,7 @@ from ..graph.aten import DIVISIONS, ShardBlocks
 from ..graph.matmul import Matmul, Operand, Scales
 from ..graph.sizes import Size
 from ..plan.reasons import Reason
+from .branch import Branch
 from .collectives import Collective
 from .float8_cast import Float8Cast
 from .norm import Norm
@@ -292,9 +293,11 @@ class Fused:
     collective: Collective
     inner: tuple[Node, ...] = ()
     """Views and casts between these values that only the site reads."""
+    branch: Branch | None = None
+    """What lies between the result and the residual; None without a residual."""
     residual: Node | None = None
     sum: Node | None = None
-    """The sum of the result and the residual: a result of the op. None where nothing but the norm reads it, in fp32."""
+    """The sum of the branch and the residual: a result of the op. None where nothing but the norm reads it, in fp32."""
     norm: Norm | None = None
     """The norm of the sum, or of the result without a residual: another result."""
     round_sum: bool = True
@@ -322,7 +325,7 @@ class Fused:
     @property
     def members(self) -> list[Node]:
         """The nodes that the site replaces."""
-        parts = [*self.inner, *([self.sum] if self.sum is not None else [])]
+        parts = [*self.inner, *(self.branch.nodes if self.branch else ()), *([self.sum] if self.sum is not None else [])]
         parts += [*(self.norm.nodes if self.norm else ()), *(self.cast.nodes if self.cast else ())]
         return [self.collective.node, self.reduced, *parts]
 

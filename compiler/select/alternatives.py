@@ -3,7 +3,7 @@
     pipelined   the match; the match without some consumers, which other sites may then use; and the match with few
                 independent matmuls, which hide what its own leave exposed
     bulk        with sets of independent matmuls: as few as hide the collective, the nearest of several equal ones
-    fused       of few tokens, as one kernel with the residual and the norm behind it
+    fused       of few tokens, as one kernel with bias, norms and residual behind it
 
 This file lists the alternatives of each candidate. assignment.py selects the alternatives that fit together.
 """

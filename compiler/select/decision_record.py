@@ -265,8 +265,12 @@ def _describe_fused(site: Site | None) -> str:
     """Return what is one kernel with a fused collective; "" for other sites."""
     if not isinstance(site, Fused):
         return ""
-    norm = {"rms": "RMSNorm", "layer": "LayerNorm"}[site.norm.kind] if site.norm else ""
-    parts = [*(["the residual"] if site.residual else []), *([norm] if norm else [])]
+    names, branch = {"rms": "RMSNorm", "layer": "LayerNorm"}, site.branch
+    parts = ["the linear bias"] if branch and branch.linear_bias else []
+    parts += [f"{names[branch.norm.kind]} of the branch"] if branch and branch.norm else []
+    parts += [f"the factor {branch.factor:g}"] if branch and branch.factor != 1 else []
+    parts += ["the addend"] if branch and branch.addend else []
+    parts += [*(["the residual"] if site.residual else []), *([names[site.norm.kind]] if site.norm else [])]
     parts += ["the cast to float8"] if site.cast else []
     *first, last = parts or [""]
     text = f"one kernel with {', '.join(first)}{' and ' if first else ''}{last}" if parts else ""

@@ -14,11 +14,11 @@ int64_t divide_up(int64_t a, int64_t b) {
 
 }  // namespace
 
-FusedGrid make_fused_grid(int64_t rows, int64_t row_bytes, bool has_norm) {
+FusedGrid make_fused_grid(int64_t rows, int64_t row_bytes, bool keep_rows) {
     FusedGrid grid;
     grid.vectors = rows * row_bytes / vector_size;
     if (grid.vectors == 0) return grid;
-    if (has_norm) {
+    if (keep_rows) {
         grid.row_vectors = row_bytes / vector_size;
     } else {
         const int64_t even = divide_up(divide_up(grid.vectors, fused_blocks), warp) * warp;

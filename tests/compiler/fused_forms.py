@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,31 +9,9 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.compiler.branch_forms import BRANCHES
+from tests.compiler.form_parts import COLS, Parts, hf_rms, reduced, vllm_rms
 from tests.compiler.rank_compile import world_name
-
-COLS = 16
-Form = Callable[..., Any]
-
-
-def reduced(x: Tensor, w: Tensor) -> Tensor:
-    """The output of a row-parallel linear, [B, S, H]."""
-    return funcol.all_reduce(x @ w, "sum", world_name())
-
-
-def hf_rms(hidden: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """transformers' LlamaRMSNorm."""
-    dtype = hidden.dtype
-    wide = hidden.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(dtype)
-
-
-def vllm_rms(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
-    """vLLM's RMSNorm.forward_native with a residual, which is added in fp32."""
-    wide = x.to(torch.float32) + residual.to(torch.float32)
-    residual = wide.to(x.dtype)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight, residual
 
 
 def llama(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
@@ -81,11 +58,6 @@ def vllm_kernel(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Te
     return (wide * weight.float()).to(x.dtype), hidden
 
 
-def linear_bias(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
-    """The bias of a row-parallel linear is added behind the reduction, and rounded in front of the residual."""
-    return hf_rms(reduced(x, w) + bias + residual, weight)
-
-
 def torch_rms(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
     hidden = reduced(x, w) + residual
     return F.rms_norm(hidden, (COLS,), weight, 1e-6), hidden
@@ -106,14 +78,6 @@ def gemma(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) 
     wide = hidden.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
     return (wide * (1.0 + weight.float())).type_as(hidden), hidden
-
-
-def gemma_sandwich(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
-    """Gemma 2: one norm in front of the residual, another one behind it."""
-    wide = reduced(x, w).float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-    hidden = residual + (wide * (1.0 + weight.float())).type_as(residual)
-    return hf_rms(hidden, weight), hidden
 
 
 def cohere_norm(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -170,11 +134,6 @@ def narrow_offset(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: 
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + weight).float()).to(x.dtype)
 
 
-def post_norm(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
-    """The norm stands in front of the residual."""
-    return hf_rms(reduced(x, w), weight) + residual
-
-
 def flattened(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
     """DTensor reduces a matrix and views it."""
     out = funcol.all_reduce(x.flatten(0, 1) @ w, "sum", world_name())
@@ -200,6 +159,23 @@ def parallel(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tenso
     """Attention and feed-forward read the same rows (GPT-NeoX, Falcon). One sum has the results of both."""
     hidden = reduced(x, w) + reduced(torch.relu(x), w) + residual
     return hf_rms(hidden, weight), hidden
+
+
+def parallel_biases(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The same with a bias behind each reduction (Phi)."""
+    hidden = (reduced(x, w) + bias) + (reduced(torch.relu(x), w) + weight) + residual
+    return F.layer_norm(hidden, (COLS,), weight, bias), hidden
+
+
+def two_vectors(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """A vector is reduced, so the vector that is added is its residual."""
+    hidden = reduced(x[0, 0], w) + residual[0, 0]
+    return hf_rms(hidden, weight), hidden
+
+
+def two_post_norms(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """Each of two collectives has a norm; one of them has the sums too."""
+    return hf_rms(reduced(x, w), weight) + hf_rms(reduced(torch.relu(x), w), weight) + residual
 
 
 def averaged(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
@@ -331,50 +307,48 @@ def view_read(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tens
     return F.rms_norm(rows, (COLS,), weight, 1e-6), rows * 2
 
 
-FORMS: dict[str, tuple[Form, bool, str]] = {
-    "llama": (llama, True, "rms"),
-    "torch_rms": (torch_rms, True, "rms"),
-    "torch_rms_plain": (torch_rms_plain, True, "rms"),
-    "layer": (layer, True, "layer"),
-    "vllm": (vllm, True, "rms"),
-    "vllm_promoted": (vllm_promoted, True, "rms"),
-    "vllm_last": (vllm_last, True, "rms"),
-    "wide_layer": (wide_layer, True, "layer"),
-    "wide_sum": (wide_sum, True, "rms"),
-    "wide_read": (wide_read, False, "none"),
-    "wide_residual": (wide_residual, False, "none"),
-    "in_place": (in_place, True, "rms"),
-    "vllm_kernel": (vllm_kernel, True, "rms"),
-    "linear_bias": (linear_bias, False, "none"),
-    "gemma": (gemma, True, "rms"),
-    "gemma_sandwich": (gemma_sandwich, False, "rms"),
-    "cohere": (cohere, True, "layer"),
-    "centered_once": (centered_once, True, "layer"),
-    "centered_read": (centered_read, True, "none"),
-    "other_mean": (other_mean, True, "none"),
-    "offset_read": (offset_read, True, "rms"),
-    "narrow_offset": (narrow_offset, True, "rms"),
-    "offset_twice": (offset_twice, True, "none"),
-    "offset_scaled": (offset_scaled, True, "none"),
-    "post_norm": (post_norm, False, "rms"),
-    "flattened": (flattened, True, "rms"),
-    "residual_only": (residual_only, True, "none"),
-    "alone": (alone, False, "none"),
-    "averaged": (averaged, True, "none"),
-    "gathered": (gathered, False, "none"),
-    "scattered": (scattered, True, "rms"),
-    "sum_read": (sum_read, False, "none"),
-    "broadcast": (broadcast, False, "none"),
-    "scaled_residual": (scaled_residual, False, "none"),
-    "itself": (itself, False, "none"),
-    "other_dim": (other_dim, True, "none"),
-    "cubed": (cubed, True, "none"),
-    "other_factor": (other_factor, True, "none"),
-    "factor_read": (factor_read, True, "none"),
-    "unbiased": (unbiased, True, "none"),
-    "narrow_bias": (narrow_bias, True, "rms"),
-    "mean_twice": (mean_twice, True, "none"),
-    "view_read": (view_read, False, "none"),
-    "concurrent": (concurrent, True, "rms"),
+FORMS: dict[str, Parts] = {
+    **BRANCHES,
+    "llama": Parts(llama, True, "rms"),
+    "torch_rms": Parts(torch_rms, True, "rms"),
+    "torch_rms_plain": Parts(torch_rms_plain, True, "rms"),
+    "layer": Parts(layer, True, "layer"),
+    "vllm": Parts(vllm, True, "rms"),
+    "vllm_promoted": Parts(vllm_promoted, True, "rms"),
+    "vllm_last": Parts(vllm_last, True, "rms"),
+    "wide_layer": Parts(wide_layer, True, "layer"),
+    "wide_sum": Parts(wide_sum, True, "rms"),
+    "wide_read": Parts(wide_read, False, "none"),
+    "wide_residual": Parts(wide_residual, False, "none"),
+    "in_place": Parts(in_place, True, "rms"),
+    "vllm_kernel": Parts(vllm_kernel, True, "rms"),
+    "gemma": Parts(gemma, True, "rms"),
+    "cohere": Parts(cohere, True, "layer"),
+    "centered_once": Parts(centered_once, True, "layer"),
+    "centered_read": Parts(centered_read, True, "none"),
+    "other_mean": Parts(other_mean, True, "none"),
+    "offset_read": Parts(offset_read, True, "rms"),
+    "narrow_offset": Parts(narrow_offset, True, "rms"),
+    "offset_twice": Parts(offset_twice, True, "none"),
+    "offset_scaled": Parts(offset_scaled, True, "none"),
+    "two_vectors": Parts(two_vectors, True, "rms"),
+    "flattened": Parts(flattened, True, "rms"),
+    "residual_only": Parts(residual_only, True, "none"),
+    "alone": Parts(alone, False, "none"),
+    "averaged": Parts(averaged, True, "none"),
+    "gathered": Parts(gathered, False, "none"),
+    "scattered": Parts(scattered, True, "rms"),
+    "sum_read": Parts(sum_read, False, "none"),
+    "broadcast": Parts(broadcast, False, "none"),
+    "scaled_residual": Parts(scaled_residual, False, "none"),
+    "itself": Parts(itself, False, "none"),
+    "other_dim": Parts(other_dim, True, "none"),
+    "cubed": Parts(cubed, True, "none"),
+    "other_factor": Parts(other_factor, True, "none"),
+    "factor_read": Parts(factor_read, True, "none"),
+    "unbiased": Parts(unbiased, True, "none"),
+    "narrow_bias": Parts(narrow_bias, True, "rms"),
+    "mean_twice": Parts(mean_twice, True, "none"),
+    "view_read": Parts(view_read, False, "none"),
+    "concurrent": Parts(concurrent, True, "rms"),
 }
-"""By name: the function, whether the residual is part of the op, and the norm that is."""

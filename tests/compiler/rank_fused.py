@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.compiler.fused_forms import COLS, FORMS, Form, cohere_block, parallel, two_layers, vector
+from tests.compiler import fused_forms
+from tests.compiler.form_parts import COLS, Form
+from tests.compiler.fused_forms import FORMS, parallel
 from tests.models.compare import uncached
 from ub_overlap.compiler.cost.profile_lookup import load
 from ub_overlap.compiler.plan.decision import Decision
@@ -32,7 +34,7 @@ def flat(result: Any) -> list[Tensor]:
 
 def run_form(rank: int, world: int, name: str, strategy: str, inner: str, narrow: bool = True) -> dict[str, Any]:
     """Compile a form with the strategy requested. Return the fused parts of its op, and the difference from eager."""
-    function = {"two_layers": two_layers, "vector": vector, "cohere_block": cohere_block}.get(name) or FORMS[name][0]
+    function = FORMS[name].form if name in FORMS else getattr(fused_forms, name)
     args = inputs(rank, world, torch.bfloat16 if narrow else torch.float32)
     return compare(function, args, {"overrides": [{"strategy": strategy}], "inner": inner})
 
@@ -49,12 +51,12 @@ def run_unmerged(rank: int, world: int, options: dict[str, Any]) -> dict[str, An
 def run_auto(rank: int, world: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """The same with predictions by the profile of an H200."""
     options = {"profile": "h200", "inner": "aot_eager", **options}
-    return compare(FORMS[name][0], inputs(rank, world, torch.bfloat16), options)
+    return compare(FORMS[name].form, inputs(rank, world, torch.bfloat16), options)
 
 
 def run_batches(rank: int, world: int, name: str, batches: list[int], options: dict[str, Any]) -> dict[str, Any]:
     """Compile a form once with a dynamic batch, and call it with each of `batches`, the first as traced."""
-    function = FORMS[name][0]
+    function = FORMS[name].form
     mark = HISTORY.mark()
     run = torch.compile(function, backend="ub_overlap", options={"profile": "h200", "inner": "aot_eager", **options})
     same = []

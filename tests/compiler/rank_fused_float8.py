@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.compiler.fused_forms import COLS, Form, hf_rms, reduced
+from tests.compiler.form_parts import COLS, Form, hf_rms, reduced
 from tests.compiler.rank_fused import compare, inputs
 from tests.models.compare import uncached
 from ub_overlap.compiler.reports.history import HISTORY

@@ -10,13 +10,15 @@ from tests.compiler import rank_fused
 from tests.compiler.fused_forms import FORMS
 from tests.harness.ranks import RankPool
 
-PARTS = {
-    (True, "rms"): "one kernel with the residual and RMSNorm",
-    (True, "layer"): "one kernel with the residual and LayerNorm",
-    (True, "none"): "one kernel with the residual",
-    (False, "rms"): "one kernel with RMSNorm",
-    (False, "none"): "",
-}
+NORMS = {"rms": "RMSNorm", "layer": "LayerNorm"}
+
+
+def parts_of(name: str) -> str:
+    """Return what the report says is one kernel with the collective of a form."""
+    wanted = FORMS[name]
+    parts = [f"{NORMS[step]} of the branch" if step in NORMS else step for step in wanted.branch]
+    parts += [*(["the residual"] if wanted.residual else []), *([NORMS[wanted.norm]] if wanted.norm != "none" else [])]
+    return f"one kernel with {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}" if parts else ""
 
 
 def check(found: dict[str, Any]) -> None:
@@ -28,12 +30,11 @@ def check(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_what_is_fused(pool2: RankPool, name: str) -> None:
-    _, has_residual, norm = FORMS[name]
     for found in pool2.run(rank_fused.run_form, name, "one_shot", "aot_eager", timeout=120):
         check(found)
         assert found["strategies"] == ["one_shot"], found
         (detail,) = found["details"]
-        wanted = PARTS[has_residual, norm]
+        wanted = parts_of(name)
         parts = [part for part in detail.split("; ") if part.startswith("one kernel")]
         assert parts == ([wanted] if wanted else []), detail
 
@@ -69,6 +70,14 @@ def test_two_results_of_one_sum(pool2: RankPool, options: dict[str, Any]) -> Non
         assert sorted("the residual" in detail for detail in found["details"]) == [False, True], found
 
 
+def test_two_norms_in_front_of_one_residual(pool2: RankPool) -> None:
+    """One op has the sums. The other keeps its norm."""
+    for found in pool2.run(rank_fused.run_form, "two_post_norms", "one_shot", "aot_eager", timeout=120):
+        check(found)
+        parts = sorted(p for d in found["details"] for p in d.split("; ") if p.startswith("one kernel"))
+        assert parts == ["one kernel with RMSNorm", "one kernel with RMSNorm of the branch, the addend and the residual"], found
+
+
 @pytest.mark.parametrize("name", ["gathered", "scattered"])
 def test_two_shot_is_a_strategy_of_all_reduces(pool2: RankPool, name: str) -> None:
     for found in pool2.run(rank_fused.run_form, name, "two_shot", "aot_eager", timeout=120):
@@ -77,12 +86,15 @@ def test_two_shot_is_a_strategy_of_all_reduces(pool2: RankPool, name: str) -> No
         assert "two_shot is a strategy of all_reduces" in found["details"][0]
 
 
-def test_a_parallel_block_on_a_residual(pool2: RankPool) -> None:
-    """Its two reductions are one, with the residual and the norm."""
-    for found in pool2.run(rank_fused.run_form, "cohere_block", "one_shot", "aot_eager", False, timeout=120):
+@pytest.mark.parametrize(
+    ("name", "parts"), [("cohere_block", "the residual"), ("parallel_biases", "the linear bias, the residual")]
+)
+def test_a_parallel_block_on_a_residual(pool2: RankPool, name: str, parts: str) -> None:
+    """Its two reductions are one, with biases, residual and norm."""
+    for found in pool2.run(rank_fused.run_form, name, "one_shot", "aot_eager", False, timeout=120):
         check(found)
         assert found["strategies"] == ["one_shot", "merged"]
-        assert "one kernel with the residual and LayerNorm" in found["details"][0]
+        assert f"one kernel with {parts} and LayerNorm" in found["details"][0]
 
 
 def test_rounding_is_kept(pool2: RankPool) -> None:

@@ -55,6 +55,31 @@ def chain_updated_between(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return (total + scatter(y @ w)) * other
 
 
+def reduced_in_place(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """Products that are overwritten by their sums (transformers' tensor parallelism)."""
+    first, second = x @ w, y @ w
+    dist.all_reduce(first)
+    dist.all_reduce(second)
+    return first + second
+
+
+def read_in_place(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """The same, and one product is read before it is overwritten."""
+    first, second = x @ w, y @ w
+    seen = first.relu()
+    dist.all_reduce(first)
+    dist.all_reduce(second)
+    return first + second, seen
+
+
+def bias_updated_between(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """The vector is overwritten after it was added."""
+    bias = w[0].clone()
+    first = scatter(x @ w) + bias
+    bias.add_(1)
+    return (first + (scatter(y @ w) + w[1])) * bias
+
+
 def transposed(x: Tensor) -> Tensor:
     """[8, 6] -> [4, 6], dense, columns first."""
     return x.t()[:, :4].contiguous().t()
@@ -81,6 +106,17 @@ MERGED: dict[str, tuple[Function, int]] = {
     "three on a residual": (lambda x, y, w: ((y[:4] + scatter(x.relu())) + scatter(y.tanh())) + scatter(x * y), 2),
     "views on a residual": (lambda x, y, w: (y[:4].view(-1) + scatter(x).view(-1)) + scatter(y).view(-1), 1),
     "chain, sum read twice": (lambda x, y, w: (s := (y[:4] + scatter(x.cos())) + scatter(y.sin()), s.relu()), 1),
+    "reduced in place": (reduced_in_place, 1),
+    "two biases": (lambda x, y, w: (scatter(x @ w) + w[0]) + (scatter(y @ w) + w[1]), 1),
+    "one bias": (lambda x, y, w: scatter(x @ w) + (w[1] + scatter(y @ w)), 1),
+    "copies": (lambda x, y, w: (scatter(x @ w) + w[0]).clone() + (scatter(y @ w) + w[1]).clone().clone(), 1),
+    "one vector twice": (lambda x, y, w: (b := w[0] * 2, (scatter(x @ w) + b) + (scatter(y @ w) + b))[1], 1),
+    "biases on a residual": (lambda x, y, w: ((scatter(x @ w) + w[0]) + (scatter(y @ w) + w[1])) + y[:4] @ w, 1),
+    "three biases on a residual": (
+        lambda x, y, w: ((y[:4] @ w + (scatter(x @ w) + w[0])) + (scatter(y @ w) + w[1])) + (scatter((x * y) @ w) + w[2]), 2,
+    ),
+    "residual, then biases": (lambda x, y, w: (y[:4] @ w + (scatter(x @ w) + w[0])) + (scatter(y @ w) + w[1]), 1),
+    "bias, updated between": (bias_updated_between, 1),
     "gathers": (lambda x, y, w: (gather(x) @ w, gather(x).t() @ gather(y), gather(y) @ w), 2),
     "gathers of views": (lambda x, y, w: (gather(x) @ w, gather(x.view(2, 4, 6).view(8, 6)).relu()), 1),
 }  # fmt: skip
@@ -104,6 +140,16 @@ APART: dict[str, Function] = {
     "matmul with another reader": lambda x, y, w: (scatter(p := x @ w) + scatter(y @ w), p.relu()),
     "kind": lambda x, y, w: scatter(x @ w) + funcol.all_reduce((y @ w)[:4], "sum", world_name()),
     "chain, inner sum read": lambda x, y, w: ((s := y[:4] + scatter(x.cos())) + scatter(y.sin()), s.relu()),
+    "in place, product read": read_in_place,
+    "biased, then scaled": lambda x, y, w: (scatter(x @ w) + w[0]) * 2 + (scatter(y @ w) + w[1]),
+    "biased, read twice": lambda x, y, w: ((s := scatter(x @ w) + w[0]) + scatter(y @ w), s.relu()),
+    "vectors, one of them a residual": lambda x, y, w: (
+        (scatter(x[:, 0].relu()) + y[:4, 0]).cos() + (scatter(y[:, 1].tanh()) + y[:4, 1])
+    ),
+    "biased, by rows": lambda x, y, w: (scatter(x @ w) + y[:4, :1]) + (scatter(y @ w) + w[1]),
+    "biased, alpha": lambda x, y, w: torch.add(scatter(x @ w), w[0], alpha=2) + (scatter(y @ w) + w[1]),
+    "biased, wider": lambda x, y, w: (scatter(x @ w) + w[0].double()) + (scatter(y @ w) + w[1]),
+    "biased, doubled": lambda x, y, w: (s := scatter(x @ w) + w[0]) + s,
     "chain, broadcast": lambda x, y, w: (y[:1, :1] + scatter(x @ w)) + scatter((y @ w)[:, :1]),
     "chain, wider": lambda x, y, w: (y[:1].double() + scatter(x.cos())) + scatter(y.sin()),
     "chain, alpha": lambda x, y, w: torch.add(y[:4] + scatter(x.cos()), scatter(y.sin()), alpha=2),

@@ -39,7 +39,7 @@ FORM_REASONS: dict[str, tuple[Reason | None, Reason | None]] = {
     "gather_without_matmul": (R.NO_MATMUL, R.NO_MATMUL),
     "relu_scatter": (R.NON_LINEAR, R.NON_LINEAR),
     "scatter_permuted": (R.SHARD_ORDER, R.SHARD_ORDER),
-    "scatter_wrong_bounds": (R.SHARD_ORDER, R.UNEVEN_SHARDS),
+    "scatter_wrong_bounds": (R.SHARD_ORDER, R.NO_MATMUL),
     "scatter_padded": (R.UNEVEN_SHARDS, R.UNEVEN_SHARDS),
 }
 """Reasons by form why the forward and the backward collective are not pipelined (None: only results are checked)."""
@@ -179,6 +179,31 @@ def no_transport(m: Maker) -> Case:
     return gather_mm(m, dist.new_group(list(range(m.world)), backend="fake").group_name)
 
 
+def query_key_value(m: Maker) -> Case:
+    """Columns that are gathered and cut into three (Phi 3). Nothing is trimmed, and no matmul reads a piece."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        full = funcol.all_gather_tensor(x, 1, m.group)
+        return full[:, :16].relu(), full[:, 16:24].relu(), full[:, 24:].relu()
+
+    return function, (m.x(8, 64),), FORCE
+
+
+def gate_and_up(m: Maker) -> Case:
+    """Each half of the gathered columns is the operand of a matmul."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        gate, up = funcol.all_gather_tensor(x, 1, m.group).chunk(2, 1)
+        return gate @ w, up @ w
+
+    return function, (m.x(8, 64), m.x(64 * m.world // 2, 16)), FORCE
+
+
+def trimmed_at_both_ends(m: Maker) -> Case:
+    """Two slices that leave a row out between them."""
+    return (lambda x: (lambda full: (full[:3], full[4:]))(m.gather(x))), (m.x(8, 64),), FORCE
+
+
 def float64(m: Maker) -> Case:
     return (lambda x, w: m.gather(x) @ w), (m.x(8, 64).double(), m.x(64, 48).double()), FORCE
 
@@ -235,6 +260,9 @@ SITUATIONS: dict[Callable[[Maker], Case], Reason] = {
     no_gain: R.NO_GAIN,
     one_rank: R.TRIVIAL_GROUP,
     no_transport: R.NO_TRANSPORT,
+    query_key_value: R.NO_MATMUL,
+    gate_and_up: R.LAYOUT,
+    trimmed_at_both_ends: R.UNEVEN_SHARDS,
     float64: R.DTYPE_UNSUPPORTED,
     maximum: R.REDUCE_OP_UNSUPPORTED,
     broadcast: R.COLLECTIVE_UNSUPPORTED,

@@ -134,10 +134,15 @@ class Maker:
         round_sum: bool = True,
         divides: bool = False,
         offset: float = 0.0,
+        linear_bias: bool = False,
+        branch_norm: str = "none",
+        factor: float = 1.0,
+        addend: bool = False,
     ) -> Case:
         """A collective of few tokens. `rows`: of a rank's result (all_gather: of its shard).
 
-        `scale`: the float8 format of the normed rows. `by_row`: each has its own scale. `offset`: of the weight.
+        `scale`: the float8 format of the normed rows. `by_row`: each has its own scale. `offset`: of the weights.
+        `linear_bias`, `branch_norm`, `factor`, `addend`: of the branch.
         """
         has_norm = norm != "none"
         x = self.randn(rows * self.ranks if collective == "reduce_scatter" else rows, cols, dtype=dtype)
@@ -146,8 +151,14 @@ class Maker:
         bias = self.randn(cols, dtype=dtype) if weight and norm == "layer" else None
         one = torch.full((), 0.03125, device=self.device) if scale and not by_row else None
         rows_scales = (1.0 / torch.finfo(scale).max, 2.0**-120) if scale and by_row else (0.0, 0.0)
+        vectors = [self.randn(cols, dtype=dtype) for _ in range(3)]
+        branch = (
+            vectors[0] if linear_bias else None, branch_norm, vectors[1] if weight and branch_norm != "none" else None,
+            vectors[2] if weight and branch_norm == "layer" else None, 1e-4, rounded, offset, factor,
+            self.randn(rows, cols, dtype=dtype) if addend else None,
+        )  # fmt: skip
         return FUSED, (
-            x, collective, by, other, norm, vector, bias, 1e-5, round_sum, rounded, offset, one, *rows_scales, divides,
+            x, collective, by, *branch, other, norm, vector, bias, 1e-5, round_sum, rounded, offset, one, *rows_scales, divides,
             scale or dtype,
         )  # fmt: skip
 

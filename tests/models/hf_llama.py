@@ -6,32 +6,17 @@ model. Requires the packages of tests/models/requirements.txt.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 from tests.models.case import Case, Expected, Sites, device
-
-
-class Logits(nn.Module):
-    """Causal model without its cache. Tokens [B, S] -> logits [B, S, V]."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(input_ids=tokens, use_cache=False).logits
+from tests.models.hf_load import Logits, load_parallel
 
 
 def load(world: int, layers: int, kv_heads: int, dtype: torch.dtype, bias: bool) -> Any:
     """Load a tiny LlamaForCausalLM with `tp_plan="auto"` over all ranks of the existing process group."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers import LlamaConfig
 
     config = LlamaConfig(
         hidden_size=64,
@@ -46,28 +31,7 @@ def load(world: int, layers: int, kv_heads: int, dtype: torch.dtype, bias: bool)
         attn_implementation="sdpa",
         initializer_range=0.1,
     )
-    folder = [""]
-    with tempfile.TemporaryDirectory(prefix="hf-llama-") as mine:
-        if dist.get_rank() == 0:
-            torch.manual_seed(7)
-            LlamaForCausalLM(config).to(dtype).save_pretrained(mine)
-            folder = [mine]
-        dist.broadcast_object_list(folder, src=0)
-        previous = {key: os.environ.get(key) for key in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
-        os.environ.update(WORLD_SIZE=str(world), RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()))
-        try:
-            plan = DistributedConfig(tp_size=world, tp_plan="auto")
-            model = LlamaForCausalLM.from_pretrained(
-                folder[0], distributed_config=plan, dtype=dtype, attn_implementation="sdpa"
-            )
-        finally:
-            for key, value in previous.items():
-                if value is None:
-                    os.environ.pop(key, None)
-                else:
-                    os.environ[key] = value
-        dist.barrier()
-    return model
+    return load_parallel(config, world, dtype)
 
 
 def build(

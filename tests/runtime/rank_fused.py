@@ -36,7 +36,7 @@ def arguments(
     """Return the arguments of a call with `rows` rows of a rank's result.
 
     options: dtype, norm, round_sum, rounded, offset (of the weight), scale (a float8 format), by_row (rows have scales),
-    divides, by, site.
+    divides, by, site; linear_bias, branch (its norm), factor, addend.
     """
     dtype, norm = options.get("dtype", torch.float32), options.get("norm", "none")
     own = rows * world if collective == "reduce_scatter" else rows
@@ -45,11 +45,18 @@ def arguments(
     bias = data(cols, seed=seed + 52, dtype=dtype) if norm == "layer" else None
     format, by_row = options.get("scale"), bool(options.get("scale") and options.get("by_row"))
     scale = torch.tensor([0.125]) if format and not by_row else None
+    branch_norm = options.get("branch", "none")
+    vectors = [data(cols, seed=seed + s, dtype=dtype) for s in (53, 54, 55)]
+    branch = (
+        vectors[0] if options.get("linear_bias") else None, branch_norm, vectors[1] if branch_norm != "none" else None,
+        vectors[2] if branch_norm == "layer" else None, 1e-3, bool(options.get("rounded")), options.get("offset", 0.0),
+        options.get("factor", 1.0), data(rows, cols, seed=seed + 56, dtype=dtype) if options.get("addend") else None,
+    )  # fmt: skip
     rows_scales = (1.0 / torch.finfo(format).max, LEAST_SCALE) if by_row else (0.0, 0.0)
     return FusedArgs(
-        data(own, cols, seed=seed + rank, dtype=dtype), collective, options.get("by", "sum"), residual, norm, weight, bias,
-        1e-5, options.get("round_sum", True), bool(options.get("rounded")), options.get("offset", 0.0), scale, *rows_scales,
-        bool(options.get("divides")), format or dtype, strategy, name, options.get("site", "/fused"),
+        data(own, cols, seed=seed + rank, dtype=dtype), collective, options.get("by", "sum"), *branch, residual, norm, weight,
+        bias, 1e-5, options.get("round_sum", True), bool(options.get("rounded")), options.get("offset", 0.0), scale,
+        *rows_scales, bool(options.get("divides")), format or dtype, strategy, name, options.get("site", "/fused"),
     )  # fmt: skip
 
 
@@ -70,24 +77,21 @@ def expected(a: FusedArgs, rank: int, world: int, seed: int = 0) -> list[torch.T
 
 def epilogue(reduced: torch.Tensor, a: FusedArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute what follows the reduction, in fp32 or the wider type of `reduced`, step by step as the executor does."""
-    summed = reduced if a.residual is None else reduced + a.residual.reshape(reduced.shape)
+    branch = reduced if a.linear_bias is None else reduced + a.linear_bias
+    if a.branch_norm != "none":
+        branch_norm = (a.branch_norm, a.branch_weight, a.branch_bias, a.branch_epsilon, a.branch_round_before_weight)
+        branch = normed(branch, branch.dtype, *branch_norm, a.branch_weight_offset)
+    branch = branch * a.branch_factor if a.branch_factor != 1 else branch
+    branch = branch if a.addend is None else branch + a.addend.reshape(reduced.shape)
+    summed = branch if a.residual is None else branch + a.residual.reshape(reduced.shape)
     none = summed.new_empty((0,))
     if a.norm == "none":
         return summed, none, none
     wide = torch.promote_types(summed.dtype, torch.float32)
-    x = summed.to(wide)
+    x = summed
     if a.residual is not None and not a.round_sum:
-        x = reduced.to(wide) + a.residual.reshape(reduced.shape).to(wide)
-    if a.norm == "layer":
-        x = x - x.mean(-1, keepdim=True)
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + a.epsilon)
-    if a.round_before_weight:
-        x = x.to(summed.dtype).to(wide)
-    if a.weight is not None:
-        x = x * (a.weight_offset + a.weight.to(wide))
-    if a.bias is not None:
-        x = x + a.bias.to(wide)
-    x = x.to(summed.dtype)
+        x = branch.to(wide) + a.residual.reshape(reduced.shape).to(wide)
+    x = normed(x, summed.dtype, a.norm, a.weight, a.bias, a.epsilon, a.round_before_weight, a.weight_offset)
     if a.scale is None and not a.amax_factor:
         return summed, x, none
     limit = torch.finfo(a.normed_dtype).max if a.normed_dtype in FLOAT8 else float("inf")
@@ -96,6 +100,31 @@ def epilogue(reduced: torch.Tensor, a: FusedArgs) -> tuple[torch.Tensor, torch.T
         scale = (x.to(wide).abs().amax(-1, keepdim=True) * a.amax_factor).clamp_min(a.least_scale)
     scaled = x.to(wide) / scale if a.divide_by_scale else x.to(wide) * scale.reciprocal()
     return summed, scaled.clamp(-limit, limit).to(a.normed_dtype), none if a.scale is not None else scale
+
+
+def normed(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    kind: str,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    epsilon: float,
+    round_before_weight: bool,
+    offset: float,
+) -> torch.Tensor:
+    """Compute the norm of the rows of `x` in fp32 or wider, rounded to `dtype`."""
+    wide = torch.promote_types(dtype, torch.float32)
+    x = x.to(wide)
+    if kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+    if round_before_weight:
+        x = x.to(dtype).to(wide)
+    if weight is not None:
+        x = x * (offset + weight.to(wide))
+    if bias is not None:
+        x = x + bias.to(wide)
+    return x.to(dtype)
 
 
 def call(a: FusedArgs) -> list[torch.Tensor]:
@@ -119,6 +148,9 @@ def random_program(rank: int, world: int, times: int, delay_us: int, seed: int) 
             rows, cols = order.randrange(1, 9), order.choice((8, 64, 2048 if order.random() < 0.1 else 16))
             options: dict[str, Any] = {"dtype": dtype, "norm": "none" if collective == "all_gather" else norm}
             options |= {"by": order.choice(("sum", "avg")), "rounded": order.random() < 0.5, "offset": order.choice((0.0, 1.0))}
+            if collective != "all_gather":
+                options |= {"linear_bias": order.random() < 0.3, "branch": order.choice(NORMS)}
+                options |= {"factor": order.choice((1.0, 0.22)), "addend": order.random() < 0.3}
             if norm != "none" and collective != "all_gather":
                 options["scale"] = order.choice((None, torch.float8_e4m3fn, torch.float8_e5m2))
                 options |= {name: order.random() < 0.5 for name in ("round_sum", "by_row", "divides")}
@@ -189,7 +221,14 @@ def misuse(rank: int, world: int) -> list[dict[str, Any]]:
         wrong(collective="reduce_scatter", strategy="two_shot"),
         wrong(norm="batch"),
         wrong(norm="none"),
+        wrong(branch_norm="rms", branch_weight=data(7, seed=0)),
+        wrong(branch_weight=data(8, seed=0)),
+        wrong(linear_bias=data(8, seed=0).half()),
+        wrong(linear_bias=data(8, 1, seed=0)),
+        wrong(addend=data(8, seed=0)),
+        wrong(norm="none", weight=None, normed_dtype=torch.float8_e4m3fn, scale=torch.tensor(1.0)),
         wrong(collective="all_gather"),
+        wrong(collective="all_gather", norm="none", weight=None, residual=None, linear_bias=data(8, seed=0)),
         wrong(weight=data(7, seed=0)),
         wrong(residual=data(4, 8, seed=0).half()),
         wrong(input=data(4, 6, seed=0), residual=None, weight=None),

@@ -36,18 +36,25 @@ def test_an_abort_names_the_fused_collective_that_waits(pools: dict[int, RankPoo
 
 def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
     for found in pools[2].run(rank_fused.misuse, timeout=60):
-        assert [one["error"] for one in found] == ["OptionError"] * 12 + [""], found
-        texts = [one["text"] for one in found[:12]]
+        assert [one["error"] for one in found] == ["OptionError"] * 19 + [""], found
+        texts = [one["text"] for one in found[:19]]
         wanted = (
             "this strategy is unknown",
             "two_shot is a strategy of all_reduces",
             "this norm is unknown",
-            "without a norm there are no weight, bias and scale",
+            "without the norm it has no weight and no bias",
+            "the weight of the branch's norm does not fit",
+            "without the branch's norm it has no weight and no bias",
+            "the linear bias has another dtype than the input",
+            "the linear bias is no vector",
+            "the addend does not fit",
+            "without a norm there is no scale",
             "an all_gather has no epilogue",
-            "the weight does not fit",
+            "an all_gather has no epilogue",
+            "the weight of the norm does not fit",
             "the residual has another dtype than the input",
             "rows are no multiple of 16 bytes",
-            "rows are too long for a fused norm",
+            "rows are too long for an epilogue",
             "the normed rows keep the input's dtype",
             "rows have scales of their own, and the tensor has one too",
             "the scale of a row of zeros would be 0",

@@ -4,8 +4,9 @@
                                                 add      becomes     add(x1, x2) -> view* -> all_reduce -> wait
     x2 -> view* -> all_reduce -> wait -> view* /
 
-A sum that begins with another tensor is regrouped first (sum_chains.py). The same holds for reduce_scatter. Its views may
-include a cat that regroups another dim by shards. Both operands must be regrouped alike.
+Sums with other terms between are regrouped first (sums.py). The same holds for reduce_scatter. Its views may include a cat
+that regroups another dim by shards. Both operands must be regrouped alike.
+
 Sound for "sum" and "avg" over the same group when nothing else reads either result. A matmul that other nodes read keeps its
 own reduction: it can be pipelined with that one, but not with the reduction of a sum.
 """
@@ -27,7 +28,7 @@ from ...match.collectives import Collective, Op, read_collective
 from ...match.view_chain import follow_regroup
 from ..joint_decision import joint_decision, record_decision
 from .limits import MergeLimits
-from .sum_chains import SumChain, find_chain, regroup, summands_of
+from .sums import Sum, find_sum, regroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +52,20 @@ def merge_reductions(graph: Graph, reductions: Sequence[Collective], limits: Mer
         found = _find_sum(node, by_wait)
         if found is None:
             continue
-        chain, first, second = found
+        total, first, second = found
         a, b = _reduced(first), _reduced(second)
         if not _can_merge(node, a, b):
             continue
         at = limits.position[node]
-        if chain and limits.is_written_between(chain.other, limits.position[chain.inner], at):
+        begin = min((limits.position[n] for n in total.inner), default=at)
+        others = [*total.vectors, *([total.other] if total.other is not None else [])]
+        if any(limits.is_written_between(n, begin, at) for n in others):
             continue
         if not _hold(node, a, b, limits):
             continue
-        merged = _merge(graph, regroup(graph, chain) if chain else node, a, b)
+        sums = regroup(graph, total)
+        limits.position |= dict.fromkeys(sums, at)
+        merged = _merge(graph, sums[0], a, b)
         limits.position[merged.node] = at
         by_wait[merged.wait] = merged
         count += 1
@@ -74,12 +79,14 @@ def has_sums(graph: Graph, reductions: Sequence[Collective]) -> bool:
     return len(by_wait) > 1 and any(_find_sum(node, by_wait) is not None for node in adds)
 
 
-def _find_sum(node: Node, by_wait: dict[Node | None, Collective]) -> tuple[SumChain | None, Collective, Collective] | None:
-    """Return the reductions whose results `node` adds, and the chain if their sum begins with another tensor."""
-    chain = find_chain(node, lambda n: _find_reduction(n, by_wait) is not None)
-    summands = (chain.first, chain.second) if chain else summands_of(node)
-    a, b = (_find_reduction(n, by_wait) for n in summands or (None, None))
-    return None if a is None or b is None else (chain, a, b)
+def _find_sum(node: Node, by_wait: dict[Node | None, Collective]) -> tuple[Sum, Collective, Collective] | None:
+    """Return the sum that `node` is of two reductions, and those."""
+    found = find_sum(node, lambda n: _find_reduction(n, by_wait) is not None)
+    if found is None:
+        return None
+    a, b = (_find_reduction(n, by_wait) for n in (found.first, found.second))
+    assert a is not None and b is not None
+    return found, a, b
 
 
 def _find_reduction(node: object, by_wait: dict[Node | None, Collective]) -> Collective | None:
@@ -117,7 +124,12 @@ def _can_merge(add: Node, a: _Reduced, b: _Reduced) -> bool:
 def _has_other_readers(r: _Reduced) -> bool:
     """Return whether nodes outside of the reduction read the value that is reduced."""
     inside = {*r.views, r.collective.node}
-    return any(user not in inside and user.target is not aten.sym_size.int for user in r.value.users)
+    return any(user not in inside and not _reads_sizes(user, r.value) for user in r.value.users)
+
+
+def _reads_sizes(user: Node, value: Node) -> bool:
+    """Return whether `user` reads only the sizes of `value`, as the copy of an in-place reduction, functionalized."""
+    return user.target is aten.sym_size.int or (user.target is aten.copy.default and user.args[1] is not value)
 
 
 def _hold(add: Node, a: _Reduced, b: _Reduced, limits: MergeLimits) -> bool:

@@ -50,6 +50,10 @@ TensorAndList bulk(const Site& site, const at::Tensor& input, at::TensorList lhs
                    std::string reduce_op, at::ScalarType out_dtype);
 
 ThreeTensors fused_collective(const Site& site, const at::Tensor& input, std::string collective, std::string reduce_op,
+                              const std::optional<at::Tensor>& linear_bias, std::string branch_norm,
+                              const std::optional<at::Tensor>& branch_weight, const std::optional<at::Tensor>& branch_bias,
+                              double branch_epsilon, bool branch_round_before_weight, double branch_weight_offset,
+                              double branch_factor, const std::optional<at::Tensor>& addend,
                               const std::optional<at::Tensor>& residual, std::string norm,
                               const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double epsilon,
                               bool round_sum, bool round_before_weight, double weight_offset,

@@ -95,6 +95,7 @@ def two_hosts(lockstep: Lockstep) -> Iterator[str]:
     settings.configure(hosts=before)
 
 
+@pytest.mark.own_gpus("across hosts a group of gloo has no backend for GPU tensors")
 def test_hierarchical(lockstep: Lockstep, two_hosts: str) -> None:
     """Both halves of gathers and reduce_scatters, several at once, with the plain collective's results."""
     layout = find_layout(two_hosts)
