@@ -13,6 +13,7 @@ from .context_parallel import table as context_parallel
 from .data_parallel import table as data_parallel
 from .decode import table as decode
 from .expert_parallel import table as expert_parallel
+from .grouped_matmul import table as grouped_matmul
 from .memory import table as memory
 from .ops import table as ops
 from .pipeline import table as pipeline
@@ -27,6 +28,7 @@ TEXTS = {
     "context_parallel": context_parallel.text,
     "data_parallel": data_parallel.text,
     "expert_parallel": expert_parallel.text,
+    "grouped_matmul": grouped_matmul.text,
     "pipeline": pipeline.text,
     "decode": decode.text,
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import random
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,9 @@ class LayersRun(VariantRun):
             from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
             enable_symm_mem_for_group(self.group)
+            # Inductor draws the names of its persistent buffers from `random`, whose state Dynamo restores after each
+            # compilation: graphs of two batches would share names, and torch refuses buffers of other sizes.
+            random.seed(str(x.shape))
             return DecodeVariant(torch.compile(summing, fullgraph=True, options={"_collective.auto_select": True}), x)
         options = {**self.args.options[name]} | ({} if self.world.cuda else {"inner": "aot_eager"})
         variant = DecodeVariant(torch.compile(summing, backend="ub_overlap", fullgraph=True, options=options), x)

@@ -27,6 +27,7 @@ from ub_overlap.runtime.extension import extension
 from ub_overlap.tools.rank_process import RankProcess, capture_graph
 
 from .. import facts
+from ..one_process import OneProcess
 from ..timing import settle
 from .table import text
 
@@ -34,19 +35,6 @@ ROTATED_BYTES = 1 << 30
 """Bytes of all buffers of a kernel: twenty times the cache."""
 MATMUL = (8192, 8192, 8192)
 COUNTS = (2, 4, 8)
-
-
-@dataclass
-class OneProcess(RankProcess):
-    """This process alone, for the metadata of a measurement."""
-
-    device: torch.device
-    rank: int = 0
-    ranks: int = 1
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the value."""
-        return [value]
 
 
 @dataclass

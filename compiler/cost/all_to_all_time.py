@@ -19,16 +19,16 @@ _GRANULE = 256
 """Areas are multiples of so many bytes."""
 
 
-def area_bytes(ranks: int, piece: float) -> float:
-    """Return the bytes of the area for pieces of `piece` bytes, once areas have grown."""
-    return min(piece, MAX_AREAS_BYTES // ranks // _GRANULE * _GRANULE)
+def area_bytes(areas: int, piece: float) -> float:
+    """Return the bytes of one of `areas` areas for pieces of `piece` bytes, once they have grown."""
+    return min(piece, MAX_AREAS_BYTES // areas // _GRANULE * _GRANULE)
 
 
 def all_to_all_us(shape: SiteShape, profile: Profile) -> tuple[float, float]:
     """Return the microseconds of (the pushes of the first round, the finish)."""
     steps, peers = profile.steps, 1 if shape.to_one_rank else max(1, shape.ranks - 1)
     piece = shape.bytes_sent / peers
-    area = area_bytes(shape.ranks, piece)
+    area = area_bytes(1 if shape.to_one_rank else shape.ranks, piece)
     copy_us = at(profile.copy, shape.rows * shape.cols * SIZES[shape.dtype])
     later_us, left = 0.0, piece - area
     while left > 0:

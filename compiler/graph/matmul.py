@@ -11,15 +11,14 @@ from torch.fx import Node
 from ub_overlap.runtime.fp8.numerics import FLOAT8
 from ub_overlap.runtime.schedule.steps import ComputeKind
 
-from .aten import Effect, aten, dtype_of, element_effect, node_arg, shape_of, tensor_of
-from .sizes import Size, divide, is_same, is_same_shape, numel, squeezed
+from .aten import Effect, aten, dtype_of, element_effect, shape_of, tensor_of
+from .sizes import Size, divide, is_same, is_same_shape, squeezed
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8_MULTIPLE = 16
 """The hardware multiplies float8 matrices whose inner dim and columns divide by this."""
 
 _MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default)
-_SCALED_GROUPED = tuple(getattr(aten, n).default for n in ("_scaled_grouped_mm", "_scaled_grouped_mm_v2") if hasattr(aten, n))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +97,6 @@ def find_indivisible_size(matmul: Matmul, dynamic: bool = False) -> str:
 def is_matmul(node: Node) -> bool:
     """Return whether `node` is a matmul of any kind, batched ones included."""
     return node.op == "call_function" and node.target in _MATMULS
-
-
-def is_grouped_matmul(node: Node) -> bool:
-    """Return whether `node` multiplies the rows of groups with a matrix of each: experts."""
-    return node.op == "call_function" and node.target in (aten._grouped_mm.default, *_SCALED_GROUPED)
-
-
-def is_float8_grouped(node: Node) -> bool:
-    """Return whether a grouped matmul has float8 operands."""
-    return node.target in _SCALED_GROUPED
-
-
-def grouped_flops(node: Node) -> Size:
-    """Return the operations of a grouped matmul. Its groups divide the rows of one operand, or the inner dim of both."""
-    left, right = shape_of(node_arg(node, 0)), shape_of(node_arg(node, 1))
-    elements, columns = (right, left[-2]) if len(left) > len(right) else (left, right[-1])
-    return 2 * numel((*elements, columns))
 
 
 def comes_from_matmul(node: Node) -> bool:

@@ -67,12 +67,12 @@ def is_uneven(c: Collective) -> bool:
 
 
 def has_one_round(c: Collective) -> bool:
-    """Return whether a step of a ring fits the area of its landing memory; False where its size has no value.
+    """Return whether a step of a ring fits its landing memory; False where its size has no value.
 
     The finish of one with more rounds waits for those of other ranks, which may have their finishes in another order.
     """
     elements = numel(shape_of(c.input))
-    return isinstance(elements, int) and elements * dtype_of(c.input).itemsize <= MAX_AREAS_BYTES // c.ranks // 256 * 256
+    return isinstance(elements, int) and elements * dtype_of(c.input).itemsize <= MAX_AREAS_BYTES
 
 
 def why_not_split(c: Collective) -> Miss | None:
@@ -80,8 +80,8 @@ def why_not_split(c: Collective) -> Miss | None:
     if is_permute(c):
         if c.hosts > 1 or has_one_round(c):
             return None
-        text = "its rows for one rank exceed an area of its landing memory"
-        return Miss(Reason.MEMORY, f"{text}: {MAX_AREAS_BYTES // 2**20} MiB for {c.ranks} ranks; use a ring that gathers")
+        text = f"its rows for one rank exceed the landing memory of an exchange, {MAX_AREAS_BYTES // 2**20} MiB"
+        return Miss(Reason.MEMORY, f"{text}; use a ring that gathers")
     if is_uneven(c):
         return Miss(Reason.UNEVEN_SHARDS, "its parts are uneven constants, so other ranks may trace other sizes")
     return None

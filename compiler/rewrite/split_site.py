@@ -16,7 +16,7 @@ from torch.fx import Node
 from ..graph.aten import dtype_of, shape_of
 from ..graph.emitter import Emitter
 from ..graph.sizes import Size
-from ..match.all_to_all import split_args
+from ..match.all_to_all import is_permute, split_args
 from ..match.collectives import Collective, Op, byte_dtype
 from ..match.site import FIRST_HALF, Split
 from ..plan.strategy import DispatchTable, Mode, Strategy
@@ -85,7 +85,7 @@ def _reorder(e: Emitter, tensor: Node, outer: int, inner: int, rows: Size) -> No
 def _rewrite_all_to_all(e: Emitter, m: Split, site: str) -> dict[Node, Node]:
     c = m.collective
     assert c.wait is not None
-    arguments = (*split_args(c), m.slot, Mode.BULK.value, c.group, site)
+    arguments = (*split_args(c), m.slot, is_permute(c), Mode.BULK.value, c.group, site)
     token = e.call(torch.ops.ub_overlap.start_all_to_all.default, c.input, *arguments)
     finish = torch.ops.ub_overlap.finish_all_to_all.default
     value = e.call(finish, token, c.input, *arguments, value_is=c.node.meta["val"])  # sizes that the graph knows

@@ -2,8 +2,8 @@
 
     matmul              the cost model's (cost/matmul_time.py)
     attention           its operations at a share of the matmul rate (cost/attention_time.py)
-    ops with a formula  operations of torch's flop counter (convolutions, batched matmuls) at a share of the rate
-    grouped matmuls     the same share of the rate, for the rows of all groups together
+    groups of matmuls   the cost model's, also for batches (cost/grouped_time.py)
+    ops with a formula  operations of torch's flop counter (convolutions) at a share of the matmul rate
     other ops           bytes read and written at the rate of memory; nothing for views and for what is fused into its readers
     around collectives  nothing: casts, pads and sums next to one may differ between ranks, and the clock must not
 
@@ -21,13 +21,15 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from ..cost.attention_time import attention_us
+from ..cost.grouped_time import grouped_us
 from ..cost.matmul_time import matmul_us
 from ..cost.profile import Profile
 from ..cost.site_shape import SIZES
 from ..cost.site_sizes import Hints
 from ..graph.aten import alias_base, dtype_of, storage_node, tensor_of
 from ..graph.attention import FusedAttention, as_attention
-from ..graph.matmul import as_matmul, grouped_flops, is_float8_grouped, is_grouped_matmul, is_matmul
+from ..graph.grouped_matmul import GroupedMatmul, as_grouped_matmul, is_grouped_matmul
+from ..graph.matmul import as_matmul, is_matmul
 from ..graph.sizes import about, as_sizes, evaluate_size
 from ..match.collectives import Collective, is_collective
 from ..match.site import Reduction
@@ -35,7 +37,7 @@ from ..match.window import WindowFinder
 from ..select.peak_memory import bytes_of, is_fused
 
 EFFICIENCY = 0.6
-"""The share of the matmul rate that grouped matmuls and ops with a formula reach. Assumed."""
+"""The share of the matmul rate that ops with a formula reach. Assumed."""
 
 
 def _formula(target: Any) -> Any:
@@ -85,9 +87,8 @@ class NodeTimes:
             return 0.0
         if (matmul := as_matmul(node)) is not None:
             return self._matmul_us(matmul)
-        if is_grouped_matmul(node):
-            dtype = "float8" if is_float8_grouped(node) else str(dtype_of(node))
-            return self._rate_us(evaluate_size(grouped_flops(node), self.hints) or 0, dtype)
+        if (grouped := as_grouped_matmul(node)) is not None:
+            return self._grouped_us(grouped)
         if (attention := as_attention(node)) is not None:
             return self._attention_us(attention)
         if _formula(node.target) is not None:
@@ -101,6 +102,13 @@ class NodeTimes:
             return 0.0
         m, n, k = (about(s) for s in sizes if s is not None)
         return matmul_us(self.profile, name, "nt", m, n, k)
+
+    def _grouped_us(self, matmul: GroupedMatmul) -> float:
+        sizes = [evaluate_size(s, self.hints) for s in (matmul.groups, matmul.m, matmul.n, matmul.k)]
+        if None in sizes or matmul.dtype not in SIZES:
+            return 0.0
+        groups, m, n, k = (s for s in sizes if s is not None)
+        return grouped_us(self.profile, matmul.dtype, groups, about(m), about(n), about(k), matmul.divided)
 
     def _attention_us(self, attention: FusedAttention) -> float:
         dtype = str(attention.dtype).removeprefix("torch.")

@@ -21,7 +21,7 @@ from ..cost.split_time import SplitTimes, split_times
 from ..graph.aten import PADS, alias_base, shape_of
 from ..graph.sizes import evaluate_size, numel
 from ..match import Candidate, Miss, Split
-from ..match.all_to_all import split_args, split_sizes, why_not_split
+from ..match.all_to_all import is_permute, split_args, split_sizes, why_not_split
 from ..match.collectives import Collective, Op
 from ..match.window import Window, WindowFinder
 from ..overrides.requested_strategy import Override
@@ -144,7 +144,7 @@ def _memory(window: Window, costs: SiteCosts) -> tuple[int, int]:
     """Return the bytes of landing memory and of the input that lives until the finish.
 
     Our transport lands what is sent, c10d the result. An all_to_all of ours has an area for each rank, as large as the largest
-    piece.
+    piece, and a step of a ring one area.
     """
     c = window.collective
     elements = evaluate_size(numel(shape_of(c.input)), costs.hints) or 0
@@ -164,7 +164,8 @@ def _received_bytes(c: Collective, costs: SiteCosts) -> int:
 
 
 def _areas_bytes(c: Collective, costs: SiteCosts) -> int:
-    """Return the bytes of the areas of an all_to_all: one of the largest piece for each rank."""
+    """Return the bytes of the areas of an all_to_all, each of its largest piece."""
     pieces = [evaluate_size(s, costs.hints) or 0 for splits in split_args(c) for s in split_sizes(splits)]
     row = evaluate_size(numel(shape_of(c.input)[1:]), costs.hints) or 0
-    return c.ranks * int(area_bytes(c.ranks, max(pieces) * row * c.narrow_dtype.itemsize))
+    areas = 1 if is_permute(c) else c.ranks
+    return areas * int(area_bytes(areas, max(pieces) * row * c.narrow_dtype.itemsize))

@@ -59,7 +59,7 @@ Move Call::piece_move(const Step& step, int64_t round) const {
         char* data = nullptr;
         if (region.buf == Buf::input) data = input + sent_begin[region.shard] * inner + skip;
         if (region.buf == Buf::output) data = output + received_begin[region.shard] * inner + skip;
-        if (region.buf == Buf::landing) data = landing(region.rank) + region.shard * area_bytes;
+        if (region.buf == Buf::landing) data = landing(region.rank) + (one_area ? 0 : region.shard * area_bytes);
         return {data, 1, 0, bytes};
     };
     return {at(step.reads[0]), at(step.writes[0])};

@@ -42,7 +42,7 @@ void wait_for_calls(const Call& call, Arena& arena, int peer, uint64_t calls) {
 
 AreaGrowth::Need AreaGrowth::count(const Call& call, Arena& arena) {
     const uint64_t number = calls_++, current = number / window;
-    const int64_t limit = max_areas_bytes / call.ranks, own = std::min(call.largest_piece(), limit);
+    const int64_t limit = max_areas_bytes / call.areas(), own = std::min(call.largest_piece(), limit);
     AreaRecord& record = arena.control(call.rank)->areas[call.split_slot];
     std::atomic<int64_t>& largest = record.largest[current % area_windows];
     const int64_t before = number % window == 0 ? 0 : largest.load(std::memory_order_relaxed);

@@ -60,12 +60,12 @@ int64_t Call::output_bytes() const {
 }
 
 int64_t Call::slot_bytes() const {
-    if (is_all_to_all()) return ranks * whole_lines(std::max<int64_t>(area_bytes, 1));
+    if (is_all_to_all()) return areas() * whole_lines(std::max<int64_t>(area_bytes, 1));
     int64_t bytes = landing_bytes() + table_bytes() + landing2_bytes();
     for (const Call& tensor : coalesced) bytes += tensor.slot_bytes();
     if (!is_fused) return bytes;
     // The CPU lays the slots out as for other calls.
-    return std::max(fused_slots * bytes, fused_memory_bytes(fused_region_bytes(grid, ranks, two_shot)));
+    return std::max(fused_slots * bytes, fused_memory_bytes(fused_region_bytes(grid, ranks, two_shot), ranks));
 }
 
 char* Call::landing(int of) const {

@@ -117,8 +117,10 @@ struct Call {
     int split_slot = -1;  // of a split collective, whose start and finish are two ops
 
     // An all_to_all: R + 1 each, the first row of every piece in INPUT and OUTPUT. `area_bytes`: equal on all ranks.
+    // `one_area`: every rank receives rows from one rank at most, so the areas of all sources are one.
     std::vector<int64_t> sent_begin, received_begin;
     int64_t area_bytes = 0;
+    bool one_area = false;
 
     // The further tensors of a coalesced collective, a split collective of several tensors. Each is a call with sizes and
     // buffers of its own, whose landing memory begins `landing_offset` bytes behind the slot's. A step that copies or sums
@@ -157,6 +159,7 @@ struct Call {
         return region.buf == Buf::landing && narrow_wire ? wire_float8 : type;
     }
     bool is_all_to_all() const { return collective == Collective::all_to_all; }
+    int areas() const { return one_area ? 1 : ranks; }
     // Rounds of this rank's pieces, at most; 1 for other calls. Whether a step of an all_to_all belongs to a round.
     int64_t rounds() const;
     bool has_round(const Step& step, int64_t round) const;

@@ -39,12 +39,16 @@ int64_t fused_region_bytes(const FusedGrid& grid, int ranks, bool two_shot) {
     return (two_shot ? ranks * part + slice : ranks * slice) * vector_size;
 }
 
-int64_t fused_memory_bytes(int64_t region_bytes) {
-    return fused_slots * fused_blocks * divide_up(region_bytes, line) * line;
+int64_t fused_packet_bytes(int ranks) {
+    return fused_slots * fused_blocks * ranks * packet_vectors * packet_size;
 }
 
-int64_t fused_region_of(int64_t bytes) {
-    return bytes / (fused_slots * fused_blocks) / line * line;
+int64_t fused_memory_bytes(int64_t region_bytes, int ranks) {
+    return fused_packet_bytes(ranks) + fused_slots * fused_blocks * divide_up(region_bytes, line) * line;
+}
+
+int64_t fused_region_of(int64_t bytes, int ranks) {
+    return (bytes - fused_packet_bytes(ranks)) / (fused_slots * fused_blocks) / line * line;
 }
 
 }  // namespace ub_overlap

@@ -9,9 +9,10 @@
 // it has flags, an epoch and memory at every rank. So no step spans the grid, and calls with fewer blocks leave the others
 // unused.
 //
-//     memory of a rank       [2 slots][fused_blocks][region]     slot = the block's epoch modulo 2
+//     memory of a rank       [packets] [2 slots][fused_blocks][region]     slot = the block's epoch modulo 2
 //     region, one-shot       [R sources][slice]
 //     region, two-shot       [R sources][largest part of the slice] [slice]
+//     packets                small slices of one-shot on CUDA, in place of a region (cuda/fused_packets.h)
 //
 // Who may write when: a block that has seen READY of all peers for epoch e - 1 may write slot e, since its peers have read e -
 // 2 by then. No other flag is needed (runtime/schedule proves it).
@@ -67,14 +68,19 @@ struct FusedGrid {
 constexpr int64_t vector_size = 16;
 constexpr int fused_threads = 512, fused_vectors = 8;                             // at most
 constexpr int64_t fused_row_limit = fused_vectors * fused_threads * vector_size;  // bytes of a row that a norm can read
+// Packets of a block's slice, and vectors that a rank sends to all peers, at most: beyond, twice the bytes take as long as a
+// fence.
+constexpr int64_t packet_size = 2 * vector_size, packet_vectors = 256, packet_sent_vectors = 8192;
 
 // `rows` rows of `row_bytes`, a multiple of 16. Other rows are chosen without `keep_rows`.
 FusedGrid make_fused_grid(int64_t rows, int64_t row_bytes, bool keep_rows);
 
 // Bytes of a block's region in one slot.
 int64_t fused_region_bytes(const FusedGrid& grid, int ranks, bool two_shot);
-// Bytes of memory per rank that hold such regions, and the region of a block in memory of `bytes`.
-int64_t fused_memory_bytes(int64_t region_bytes);
-int64_t fused_region_of(int64_t bytes);
+// Bytes of all packets of a rank.
+int64_t fused_packet_bytes(int ranks);
+// Bytes of memory per rank that hold packets and such regions, and the region of a block in memory of `bytes`.
+int64_t fused_memory_bytes(int64_t region_bytes, int ranks);
+int64_t fused_region_of(int64_t bytes, int ranks);
 
 }  // namespace ub_overlap

@@ -247,13 +247,13 @@ void Session::set_up(Call& call, const std::function<void(Call&)>& prepare) {
 }
 
 void Session::grow_areas(Call& call) {
-    const auto area_bytes = [&] { return arena_->slot_bytes(call.slot()) / ranks_ / 256 * 256; };
+    const auto area_bytes = [&] { return arena_->slot_bytes(call.slot()) / call.areas() / 256 * 256; };
     const AreaGrowth::Need need = areas_[call.split_slot].count(call, *arena_);
     call.area_bytes = need.area_bytes;
     if (need.is_first) {
         hooks_.grow(call, true);
     } else if (need.area_bytes > area_bytes()) {
-        call.area_bytes = std::min(need.area_bytes + need.area_bytes / 4, max_areas_bytes / ranks_);
+        call.area_bytes = std::min(need.area_bytes + need.area_bytes / 4, max_areas_bytes / call.areas());
         hooks_.grow(call, true);
     }
     call.area_bytes = area_bytes();

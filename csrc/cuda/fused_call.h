@@ -23,8 +23,8 @@ static_assert(static_cast<int>(Norm::none) == 0 && static_cast<int>(Norm::rms) =
 
 struct Parameters {
     Group group;
-    char* memory[max_ranks];  // of each rank
-    int64_t region;           // bytes
+    char *packets[max_ranks], *regions[max_ranks];  // of each rank
+    int64_t region;                                 // bytes
     uint64_t timeout_ns;
     uint32_t tag;
     int32_t has_branch, round_sum, is_e5m2, divide_by_scale;
@@ -66,7 +66,7 @@ struct Block {
 // The region of this block at `rank`, as vectors.
 __device__ inline uint4* region_at(const Parameters& p, const Block& block, int rank) {
     const int64_t number = static_cast<int64_t>(block.slot - fused_slot) * fused_blocks + blockIdx.x;
-    return reinterpret_cast<uint4*>(p.memory[rank] + number * p.region);
+    return reinterpret_cast<uint4*>(p.regions[rank] + number * p.region);
 }
 
 __device__ inline WaitWord wait_word(const Parameters& p, const Block& block, FlagKind kind, int source) {

@@ -1,18 +1,20 @@
 // Fused collectives: a collective of few tokens, and what follows a reduction, in one launch (core/fused_collective.h).
 //
 //     one-shot   push the slice to all peers | READY to each | residual and weight into registers | wait | rows
+//                a small slice as packets: READY and the residual do not wait for the pushes, and rows wait for packets
 //     two-shot   push part p of the slice to rank p | READY | wait | push the sum of part `rank` to all | READY2 | wait | rows
 //     rows       sum in fp32, in rank order, rounded | branch | add the residual, rounded | norm | amax of the row | cast
 //
-// A thread has the same vectors of every row, so it reads only what it wrote itself, or what was pushed before a flag that the
-// block has awaited. Rows are summed one after the other. A norm needs one or two sums over the threads of the block,
-// and the scale of a row a maximum.
+// A thread has the same vectors of every row, so it reads only what it wrote itself, packets that have landed, or what was
+// pushed before a flag that the block has awaited. Rows are summed one after the other. A norm needs one or two sums over the
+// threads of the block, and the scale of a row a maximum.
 //
 // Of few long rows each is dealt out to a cluster of blocks, so that more multiprocessors take part. These reductions
 // then go over the cluster, through distributed shared memory. A block that fails takes part with NaN: no block waits for it.
 #include <cstdint>
 
 #include "cuda/fused_exchange.h"
+#include "cuda/fused_packets.h"
 #include "cuda/fused_rows.h"
 
 namespace ub_overlap::cuda {
@@ -21,6 +23,9 @@ namespace {
 constexpr int64_t least_segment = 256;  // vectors of a row that a block of a cluster has, at least
 
 enum class Exchange { gather, scatter, one_shot, two_shot };
+
+// How the exchange of a block ended. Of a failed one, whether the reductions of a cluster were taken part in.
+enum class Outcome { good, failed, failed_behind_rows };
 
 // Fills the block's results with NaN.
 __device__ void poison(const Parameters& p, const Block& block, int copies) {
@@ -36,55 +41,73 @@ __device__ void poison(const Parameters& p, const Block& block, int copies) {
     for (int64_t i = threadIdx.x; i < block.size / p.row_vectors; i += blockDim.x) scales[i] = __uint_as_float(~0u);
 }
 
-__device__ bool gather(const Parameters& p, const Block& block) {
+__device__ Outcome gather(const Parameters& p, const Block& block) {
     const Group& g = p.group;
+    const bool in_packets = uses_packets<1>(p);
+    Packets packets(p, block);
     const uint4* own = p.input + block.first;
     for_vectors(
         block.size, [&](int64_t i) { return own[i]; },
         [&](int64_t i, uint4 value) {
-            store_at_peers(p, block, value, [&](uint4* to) { return to + g.rank * p.block_vectors + i; });
+            if (in_packets) {
+                packets.store_at_peers(i, value);
+            } else {
+                store_at_peers(p, block, value, [&](uint4* to) { return to + g.rank * p.block_vectors + i; });
+            }
             p.output[g.rank * p.vectors + block.first + i] = value;
         });
-    if (!meet(p, block, FlagKind::ready)) return false;
+    if (!in_packets && !meet(p, block, FlagKind::ready)) return Outcome::failed;
+    if (in_packets) packets.exchange_words();
     const uint4* landed = region_at(p, block, g.rank);
     for_peers(g, [&](int source) {
         for_vectors(
-            block.size, [&](int64_t i) { return __ldcg(landed + source * p.block_vectors + i); },
+            block.size,
+            [&](int64_t i) { return in_packets ? packets.load(source, i) : __ldcg(landed + source * p.block_vectors + i); },
             [&](int64_t i, uint4 value) { p.output[source * p.vectors + block.first + i] = value; });
     });
-    return true;
+    return in_packets && packets.have_failed() ? Outcome::failed : Outcome::good;
 }
 
 // reduce_scatter, and one-shot all_reduce: peers get another slice of the input, or the same.
 template <typename T, int per_thread, bool is_scatter>
-__device__ bool reduce_one_shot(const Parameters& p, const Block& block) {
+__device__ Outcome reduce_one_shot(const Parameters& p, const Block& block) {
     const Group& g = p.group;
+    const bool in_packets = uses_packets<per_thread>(p);
+    Packets packets(p, block);
+    const auto store = [&](int peer, int64_t i, uint4 value) {
+        if (in_packets) {
+            packets.store(peer, i, value);
+        } else {
+            region_at(p, block, peer)[g.rank * p.block_vectors + i] = value;
+        }
+    };
     if (is_scatter) {
         for_peers(g, [&](int peer) {
-            uint4* to = region_at(p, block, peer) + g.rank * p.block_vectors;
             const uint4* from = p.input + peer * p.vectors + block.first;
-            for_vectors(block.size, [&](int64_t i) { return from[i]; }, [&](int64_t i, uint4 value) { to[i] = value; });
+            for_vectors(block.size, [&](int64_t i) { return from[i]; }, [&](int64_t i, uint4 value) { store(peer, i, value); });
         });
     } else {
         const uint4* from = p.input + block.first;
         for_vectors(
             block.size, [&](int64_t i) { return from[i]; },
-            [&](int64_t i, uint4 value) {
-                store_at_peers(p, block, value, [&](uint4* to) { return to + g.rank * p.block_vectors + i; });
-            });
+            [&](int64_t i, uint4 value) { for_peers(g, [&](int peer) { store(peer, i, value); }); });
     }
     Rows<T, per_thread> rows(p, block);
-    if (!meet(p, block, FlagKind::ready)) return false;
+    if (!in_packets && !meet(p, block, FlagKind::ready)) return Outcome::failed;
+    if (in_packets) packets.exchange_words();
     const uint4* own = p.input + (is_scatter ? g.rank * p.vectors : 0) + block.first;
     const uint4* landed = region_at(p, block, g.rank);
     rows.run([&](int64_t i) {
-        return sum_of<T>(p, [&](int rank) { return rank == g.rank ? own + i : landed + rank * p.block_vectors + i; });
+        return sum_of<T>(p, [&](int rank) {
+            if (rank == g.rank) return __ldcg(own + i);
+            return in_packets ? packets.load(rank, i) : __ldcg(landed + rank * p.block_vectors + i);
+        });
     });
-    return true;
+    return in_packets && packets.have_failed() ? Outcome::failed_behind_rows : Outcome::good;
 }
 
 template <typename T, int per_thread>
-__device__ bool reduce_two_shot(const Parameters& p, const Block& block) {
+__device__ Outcome reduce_two_shot(const Parameters& p, const Block& block) {
     const Group& g = p.group;
     const auto part_begin = [&](int rank) { return block.size * rank / g.ranks; };
     const int64_t largest = (p.block_vectors + g.ranks - 1) / g.ranks, sums = g.ranks * largest;  // the slice of sums
@@ -96,20 +119,20 @@ __device__ bool reduce_two_shot(const Parameters& p, const Block& block) {
             part_begin(peer + 1) - begin, [&](int64_t i) { return from[begin + i]; },
             [&](int64_t i, uint4 value) { to[i] = value; });
     });
-    if (!meet(p, block, FlagKind::ready)) return false;
+    if (!meet(p, block, FlagKind::ready)) return Outcome::failed;
     uint4* landed = region_at(p, block, g.rank);
     const int64_t begin = part_begin(g.rank);
     const auto summed = [&](int64_t i) {
-        return sum_of<T>(p, [&](int rank) { return rank == g.rank ? from + begin + i : landed + rank * largest + i; });
+        return sum_of<T>(p, [&](int rank) { return __ldcg(rank == g.rank ? from + begin + i : landed + rank * largest + i); });
     };
     for_vectors<1>(part_begin(g.rank + 1) - begin, summed, [&](int64_t i, uint4 value) {
         store_at_peers(p, block, value, [&](uint4* to) { return to + sums + begin + i; });
         landed[sums + begin + i] = value;
     });
     Rows<T, per_thread> rows(p, block);
-    if (!meet(p, block, FlagKind::ready2)) return false;
+    if (!meet(p, block, FlagKind::ready2)) return Outcome::failed;
     rows.run([&](int64_t i) { return __ldcg(landed + sums + i); });
-    return true;
+    return Outcome::good;
 }
 
 template <Exchange exchange, typename T, int per_thread>
@@ -123,16 +146,16 @@ __global__ void __launch_bounds__(fused_threads) fused_kernel(const __grid_const
     block.slot = fused_slot + static_cast<int>(epoch_half(word) % fused_slots);
     block.first = blockIdx.x * p.block_vectors;
     block.size = p.vectors - block.first < p.block_vectors ? p.vectors - block.first : p.block_vectors;
-    bool good = word != 0;
-    if (good) {
-        if constexpr (exchange == Exchange::gather) good = gather(p, block);
-        if constexpr (exchange == Exchange::scatter) good = reduce_one_shot<T, per_thread, true>(p, block);
-        if constexpr (exchange == Exchange::one_shot) good = reduce_one_shot<T, per_thread, false>(p, block);
-        if constexpr (exchange == Exchange::two_shot) good = reduce_two_shot<T, per_thread>(p, block);
+    Outcome outcome = Outcome::failed;
+    if (word != 0) {
+        if constexpr (exchange == Exchange::gather) outcome = gather(p, block);
+        if constexpr (exchange == Exchange::scatter) outcome = reduce_one_shot<T, per_thread, true>(p, block);
+        if constexpr (exchange == Exchange::one_shot) outcome = reduce_one_shot<T, per_thread, false>(p, block);
+        if constexpr (exchange == Exchange::two_shot) outcome = reduce_two_shot<T, per_thread>(p, block);
     }
-    if (!good) fail_cluster(p);
-    if (!good) poison(p, block, exchange == Exchange::gather ? p.group.ranks : 1);
-    end(p, epoch_half(word));
+    if (outcome == Outcome::failed) fail_cluster(p);
+    if (outcome != Outcome::good) poison(p, block, exchange == Exchange::gather ? p.group.ranks : 1);
+    end(p, epoch_half(word), outcome == Outcome::good);
 }
 
 using FusedKernel = void (*)(Parameters);
@@ -232,7 +255,8 @@ void launch_fused_collective(const Group& group, const Call& call, const std::ve
     }
     Parameters p{};
     p.group = group;
-    for (size_t r = 0; r < memory.size(); ++r) p.memory[r] = memory[r];
+    for (size_t r = 0; r < memory.size(); ++r)
+        p.packets[r] = memory[r], p.regions[r] = memory[r] + fused_packet_bytes(call.ranks);
     p.region = region, p.timeout_ns = static_cast<uint64_t>(timeout_ns), p.tag = call.tag;
     p.cluster = cluster;
     p.vectors = grid.vectors, p.row_vectors = grid.row_vectors, p.block_vectors = grid.block_vectors;

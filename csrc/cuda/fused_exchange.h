@@ -1,8 +1,9 @@
 // How a block of a fused collective meets its like at the peers: its lock and epoch, pushes, flags, and sums over ranks.
 //
-// The order of memory: all threads push, the block meets at a barrier, then one thread per peer releases the flag at system
-// scope, which is cumulative over the barrier. The peer's thread acquires it at system scope, and its block meets at a barrier
-// before it reads.
+// The order of memory: all threads push to a region, the block meets at a barrier, then one thread per peer releases the flag
+// at system scope, which is cumulative over the barrier. The peer's thread acquires it at system scope, and its block meets at
+// a barrier before it reads. Packets need no such order (fused_packets.h). Their READY is relaxed: reads of the epoch
+// before have returned by then, as the block has released its lock since.
 #pragma once
 
 #include "cuda/fused_call.h"
@@ -19,8 +20,10 @@ __device__ uint64_t begin(const Parameters& p) {
         asm volatile("atom.acquire.gpu.global.or.b64 %0, [%1], %2;" : "=l"(old) : "l"(state), "l"(fused_lock) : "memory");
         return old;
     };
+    // Issued together with the lock, which takes as long: the waits look for aborts and failures of this moment.
+    uint64_t abort = load_relaxed(&g.shared[g.rank]->abort);
+    uint32_t failed = load_failed(g.local);
     uint64_t old = lock();
-    const uint64_t abort = load_acquire(&g.shared[g.rank]->abort);
     WaitWord own{};
     own.source = static_cast<uint16_t>(g.rank), own.index = static_cast<uint16_t>(blockIdx.x);
     if (old & fused_lock) {
@@ -30,19 +33,21 @@ __device__ uint64_t begin(const Parameters& p) {
             const uint64_t waited = now_ns() - start;
             if (waited > p.timeout_ns) fail(g, own, WaitOutcome::group_lock, old << 32 | p.tag, 0, 0, waited);
         }
+        abort = load_acquire(&g.shared[g.rank]->abort), failed = load_failed(g.local);
     }
     uint32_t epoch = static_cast<uint32_t>(old) + 1;
     if (epoch == 0) epoch = fused_slots;  // 0 is no epoch, and the slots go on in turn
     const uint64_t word = static_cast<uint64_t>(epoch) << 32 | p.tag;
     if (abort != 0) fail(g, own, WaitOutcome::aborted, word, 0, abort, 0);
     if (blockIdx.x == 0) *reinterpret_cast<volatile uint64_t*>(&g.local->word[fused_slot]) = word;
-    return load_failed(g.local) ? 0 : word;
+    return abort != 0 || failed != 0 ? 0 : word;
 }
 
-// Lets the next kernel use the block. Called by all threads.
-__device__ void end(const Parameters& p, uint32_t epoch) {
+// Lets the next kernel use the block. Called by all threads. The lock of a failed block stays: its epoch has not ended at the
+// peers, and a kernel that finds it taken sees the failure.
+__device__ void end(const Parameters& p, uint32_t epoch, bool good) {
     __syncthreads();
-    if (threadIdx.x != 0) return;
+    if (threadIdx.x != 0 || !good) return;
     uint64_t* state = &p.group.local->fused[blockIdx.x];
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(state), "l"(static_cast<uint64_t>(epoch)) : "memory");
 }
@@ -75,6 +80,31 @@ __device__ inline void store_at_peers(const Parameters& p, const Block& block, u
     for_peers(p.group, [&](int peer) { *to(region_at(p, block, peer)) = value; });
 }
 
+// Sends this rank's word to a peer. `releases`: behind all pushes of the block.
+template <bool releases = true>
+__device__ inline void send_word(const Parameters& p, const Block& block, FlagKind kind, int peer) {
+    const Group& g = p.group;
+    uint64_t* at = flag_words(g.shared[peer]) + flag_place(kind, block.slot, g.rank, static_cast<int>(blockIdx.x), g.ranks);
+    if (releases) {
+        store_release(at, block.word);
+    } else {
+        store_relaxed(at, block.word);
+    }
+}
+
+// Waits for the word of a peer. Returns whether it is that of this call; else the group has failed.
+__device__ bool wait_for_word(const Parameters& p, const Block& block, FlagKind kind, int peer) {
+    const Group& g = p.group;
+    const WaitWord w = wait_word(p, block, kind, peer);
+    const uint32_t expected = epoch_half(block.word);
+    const auto arrived = [expected](uint64_t seen) {
+        return seen != 0 && static_cast<int32_t>(epoch_half(seen) - expected) >= 0;
+    };
+    const uint64_t seen = spin_for_flag(g, w, block.word, p.timeout_ns, arrived, [](uint64_t word) { return word; });
+    if (seen != 0 && seen != block.word) fail(g, w, WaitOutcome::mismatch, block.word, seen, 0, 0);
+    return seen == block.word;
+}
+
 // Signals that all pushes of the block have landed, and waits for those of all peers. Called by all threads; they may read what
 // the peers pushed if the result is true. Else the group has failed.
 __device__ bool meet(const Parameters& p, const Block& block, FlagKind kind) {
@@ -83,21 +113,13 @@ __device__ bool meet(const Parameters& p, const Block& block, FlagKind kind) {
     bool failed = false;
     if (threadIdx.x < g.ranks && threadIdx.x != g.rank) {
         const int peer = static_cast<int>(threadIdx.x);
-        const auto place = flag_place(kind, block.slot, g.rank, static_cast<int>(blockIdx.x), g.ranks);
-        store_release(flag_words(g.shared[peer]) + place, block.word);
-        const WaitWord w = wait_word(p, block, kind, peer);
-        const uint32_t expected = epoch_half(block.word);
-        const auto arrived = [expected](uint64_t seen) {
-            return seen != 0 && static_cast<int32_t>(epoch_half(seen) - expected) >= 0;
-        };
-        const uint64_t seen = spin_for_flag(g, w, block.word, p.timeout_ns, arrived, [](uint64_t word) { return word; });
-        failed = seen != block.word;
-        if (seen != 0 && failed) fail(g, w, WaitOutcome::mismatch, block.word, seen, 0, 0);
+        send_word(p, block, kind, peer);
+        failed = !wait_for_word(p, block, kind, peer);
     }
     return !__syncthreads_or(failed);
 }
 
-// Returns the sum over ranks, in their order, of one vector, rounded to T. `source(rank)`: where its vector lies.
+// Returns the sum over ranks, in their order, of one vector, rounded to T. `source(rank)` returns its vector.
 template <typename T, typename Source>
 __device__ inline uint4 sum_of(const Parameters& p, Source source) {
     constexpr int n = elements_of_vector<T>, width = 4;
@@ -106,7 +128,7 @@ __device__ inline uint4 sum_of(const Parameters& p, Source source) {
         Vector<T> loaded[width];
 #pragma unroll
         for (int k = 0; k < width; ++k) {
-            if (base + k < p.group.ranks) loaded[k].line = __ldcg(source(base + k));
+            if (base + k < p.group.ranks) loaded[k].line = source(base + k);
         }
 #pragma unroll
         for (int k = 0; k < width; ++k) {

@@ -7,7 +7,7 @@ namespace ub_overlap::cuda {
 void issue_fused_collective(const Call& call, CudaArena& arena, int64_t timeout_ns) {
     std::vector<char*> memory;
     for (int rank = 0; rank < call.ranks; ++rank) memory.push_back(arena.slot(rank, fused_slot));
-    const int64_t region = fused_region_of(arena.slot_bytes(fused_slot));
+    const int64_t region = fused_region_of(arena.slot_bytes(fused_slot), call.ranks);
     launch_fused_collective(arena.group(), call, memory, region, timeout_ns, static_cast<cudaStream_t>(call.stream));
 }
 

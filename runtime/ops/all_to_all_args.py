@@ -17,6 +17,8 @@ class AllToAllArgs(NamedTuple):
     input_splits: Sequence[Any]
     """Rows that this rank sends to each rank."""
     split_slot: int
+    one_area: bool
+    """Every rank receives rows from one peer at most."""
     strategy: str
     group: str
     site: str

@@ -16,7 +16,7 @@ from .definition import OpDefinition
 
 SCHEMA = (
     "finish_all_to_all(Tensor token, Tensor input, SymInt[] output_splits, SymInt[] input_splits, int split_slot, "
-    "str strategy, str group, str site) -> Tensor"
+    "bool one_area, str strategy, str group, str site) -> Tensor"
 )
 
 
@@ -26,6 +26,7 @@ class FinishAllToAllArgs(NamedTuple):
     output_splits: Sequence[Any]
     input_splits: Sequence[Any]
     split_slot: int
+    one_area: bool
     strategy: str
     group: str
     site: str

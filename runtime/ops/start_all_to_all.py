@@ -11,6 +11,9 @@ Where those of two ranks disagree, ShapeMismatchError names both.
 The op returns a token [1], uint8, without content, as start_collective does. split_slot, the order on all ranks, and the
 input, which must not be written before the finish, are also as there. All dtypes are moved as bytes.
 
+one_area: every rank receives rows from one peer at most, as in a step of a ring. Its landing memory is then one area, not one
+for each peer. The same on all ranks.
+
 A piece that is larger than its landing memory travels in rounds, of which the first begins now
 (docs/explanation/all_to_all.md).
 
@@ -26,8 +29,8 @@ from .all_to_all_args import AllToAllArgs
 from .definition import OpDefinition
 
 SCHEMA = (
-    "start_all_to_all(Tensor input, SymInt[] output_splits, SymInt[] input_splits, int split_slot, str strategy, str group, "
-    "str site) -> Tensor"
+    "start_all_to_all(Tensor input, SymInt[] output_splits, SymInt[] input_splits, int split_slot, bool one_area, "
+    "str strategy, str group, str site) -> Tensor"
 )
 
 

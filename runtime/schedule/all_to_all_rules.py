@@ -14,6 +14,9 @@ proven schedule less some pushes, waits and copies of these pieces, on both rank
 - No race: conflicting accesses are of one piece (2), whose own steps order them (2). More steps only add order.
 - Joins and DONEs are at the ends of the queues, behind all pieces, and stay.
 
+With `one_area` all sources land in the same place. In a call only one of them has rows. Those of different calls are ordered by
+the slot rule, which is over all of a slot: a push waits for the receiver's DONE of the call before, behind all its copies.
+
 Rounds depend on each other only by their distance, one, and have equal steps (`check_repeats`). So three stand for any number.
 """
 

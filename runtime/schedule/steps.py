@@ -33,6 +33,8 @@ MAX_AREAS_BYTES = 1 << 30
 
 FUSED_SLOTS = 2
 """Slots behind those, used in turn by fused collectives: slot = epoch modulo FUSED_SLOTS. Must equal `fused_slots` there."""
+FUSED_SLOT = SLOTS + SPLIT_SLOTS
+"""The first of these. It stands for the memory of all of them."""
 
 
 class Queue(IntEnum):

@@ -23,7 +23,7 @@ from typing import Any
 from .. import errors
 from ..autotune import Tuner
 from ..extension import extension
-from ..schedule.steps import SLOTS, SPLIT_SLOTS
+from ..schedule.steps import FUSED_SLOT, SLOTS
 from . import channels
 from .abort_signal import AbortSignal
 from .arena_size import round_slot_bytes
@@ -63,7 +63,7 @@ class Session:
         """Bytes of all slots of this rank."""
         if self._arena is None:
             return 0
-        further = range(SLOTS, SLOTS + SPLIT_SLOTS + 1)  # fused collectives share the last
+        further = range(SLOTS, FUSED_SLOT + 1)
         return SLOTS * self.slot_bytes + sum(int(self._arena.bytes_of_slot(slot)) for slot in further)
 
     @property
@@ -250,7 +250,7 @@ class Session:
 def _name_of_slot(slot: int) -> str:
     if slot < SLOTS:
         return ""
-    return f" of split slot {slot - SLOTS}" if slot < SLOTS + SPLIT_SLOTS else " of fused collectives"
+    return f" of split slot {slot - SLOTS}" if slot < FUSED_SLOT else " of fused collectives"
 
 
 def _size_mismatch(exchange: Exchange, rank: int, got: int, expected: int) -> errors.ShapeMismatchError:

@@ -6,6 +6,7 @@ deadline precedes it: the rendezvous begins once all ranks are there. NVLink mul
     words    flag words and abort word of every rank (csrc/cuda/state.h); zero before any rank uses them; never replaced
     slots    SLOTS per rank; replaced by larger ones when a call needs more. Slots that captured graphs address are kept
     split    one memory for each split slot, made and replaced when a start needs more
+    fused    the same for fused collectives; zero before any rank uses it, since packets are known by their epochs
 
 Freeing torch's memory synchronizes the whole device, without a deadline and with the GIL held. So it is freed only while the
 device is idle. Where that cannot be determined, the memory is kept until the process ends.
@@ -27,7 +28,7 @@ import torch
 from ub_overlap import _torch_compat
 
 from .. import errors, settings
-from ..schedule.steps import SLOTS
+from ..schedule.steps import FUSED_SLOT, SLOTS
 from . import device_wait
 from .abort_signal import AbortSignal
 from .daemon_thread import run_in_daemon_thread
@@ -151,10 +152,7 @@ class SymmetricArena:
         name = rendezvous_name(tokens)
         words, self._words_handle = self._rendezvous(self._words, name and f"{name}/words")
         data, self._data_handle = self._rendezvous(self._data, name and f"{name}/slots")
-        # On a separate stream: the caller's may wait for a peer that waits for this rank to bind. No peer writes yet.
-        with torch.cuda.stream(torch.cuda.Stream()):
-            self._words.zero_()
-            device_wait.wait_for_event("clearing the words of an arena")
+        _clear(self._words, "clearing the words of an arena")
         self.core = extension().CudaArena(
             device=torch.cuda.current_device(), host=self._host, words=words, data=data, slot_bytes=self._slot_bytes
         )
@@ -183,6 +181,8 @@ class SymmetricArena:
         """Allocate larger slots, or a larger split slot, then wait until no call of this rank uses the old memory."""
         refuse_capture("grow the landing area")
         self._next = _allocate((SLOTS if slot < SLOTS else 1) * slot_bytes)
+        if slot == FUSED_SLOT:
+            _clear(self._next, "clearing the memory of fused collectives")
         self._next_slot_bytes, self._next_slot = slot_bytes, slot
         self.data_address = new_rendezvous_token()
         self._tokens = {self._rank: self.data_address}
@@ -260,9 +260,7 @@ class SymmetricArena:
         name = rendezvous_name(exchange_tokens(new_rendezvous_token()))
         pointers, handle = self._rendezvous(memory, name and f"{name}/channels")
         self._channels = (memory, handle)
-        with torch.cuda.stream(torch.cuda.Stream()):  # as in `rendezvous`
-            memory[: extension().channel_words_bytes(segment)].zero_()
-            device_wait.wait_for_event("clearing the words of channels")
+        _clear(memory[: extension().channel_words_bytes(segment)], "clearing the words of channels")
         return pointers
 
     def _rendezvous(self, tensor: torch.Tensor, name: str) -> tuple[list[int], Any]:
@@ -282,6 +280,14 @@ class SymmetricArena:
 
 def _allocate(size: int) -> torch.Tensor:
     return _torch_compat.symmetric_empty(size, torch.device("cuda", torch.cuda.current_device()))
+
+
+def _clear(memory: torch.Tensor, description: str) -> None:
+    """Fill memory that no peer writes yet with zeros, and wait. `description`: for the error of the deadline."""
+    # On a separate stream: the caller's may wait for a peer that waits for this rank.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        memory.zero_()
+        device_wait.wait_for_event(description)
 
 
 @dataclass

@@ -270,6 +270,6 @@ def test_the_rest_counts_each_kernel_once() -> None:
         if node in values:
             node.meta["val"] = values[node]
     rest = find_unmatched_work(graph, set())
-    assert rest.matmuls == (("float32", 32, 16, 8), ("float32", 32, 1, 16))
+    assert rest.matmuls == (("float32", 32, 16, 8),) and rest.groups == (("float32", 8, 4, 1, 16, ""),)
     assert sorted(rest.kernels) == [2 * 32 * 8 * 4, 2 * 32 * 16 * 4]
     assert rest.attention == ()

@@ -1,8 +1,8 @@
 """Estimate the time of a graph's work outside of sites.
 
-Matmuls outside of sites use the profile's matmul model. The profile has no attention kernel, no grouped matmuls and no fusion,
-so these are rough. Attention and grouped matmuls run at a share of the matmul rate. Elementwise work (norms, activations,
-rotary positions, residuals) is fused into kernels that read their inputs and write their outputs once, at memory bandwidth.
+Matmuls outside of sites and grouped matmuls use the cost model. The profile has no attention kernel and no fusion, so these are
+rough. Attention runs at a share of the matmul rate. Elementwise work (norms, activations, rotary positions, residuals) is fused
+into kernels that read their inputs and write their outputs once, at memory bandwidth.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import torch
 from torch.fx import Graph, Node
 
 from ub_overlap.compiler.cost.attention_time import attention_us
+from ub_overlap.compiler.cost.grouped_time import grouped_us
 from ub_overlap.compiler.cost.matmul_time import matmul_us
 from ub_overlap.compiler.cost.profile import Profile
-from ub_overlap.compiler.graph.aten import CUTS, aten, element_effect, node_arg, shape_of, tensor_of
+from ub_overlap.compiler.graph.aten import CUTS, aten, element_effect, node_arg, shape_of
 from ub_overlap.compiler.graph.attention import as_attention
-from ub_overlap.compiler.graph.matmul import as_matmul, grouped_flops, is_grouped_matmul, is_matmul
+from ub_overlap.compiler.graph.grouped_matmul import BATCH, as_grouped_matmul
+from ub_overlap.compiler.graph.matmul import as_matmul, is_matmul
+from ub_overlap.compiler.graph.sizes import numel
 from ub_overlap.compiler.match.collectives import is_collective
-from ub_overlap.compiler.windows.node_times import EFFICIENCY
 
 _FREE = {aten.sym_size.int, torch.ops._c10d_functional.wait_tensor.default}
 
@@ -28,53 +30,50 @@ _FREE = {aten.sym_size.int, torch.ops._c10d_functional.wait_tensor.default}
 class UnmatchedWork:
     """Work outside of sites.
 
-    `matmuls`: (dtype, M, N, K). `attention`: (dtype, operations, backward). `experts`: (dtype, operations) of grouped matmuls.
-    `kernels`: bytes read and written by each.
+    `matmuls`: (dtype, M, N, K). `groups`: (dtype, groups, M, N, K, divided) of experts and batches, see grouped_us.
+    `attention`: (dtype, operations, backward). `kernels`: bytes read and written by each.
     """
 
     matmuls: tuple[tuple[str, int, int, int], ...]
+    groups: tuple[tuple[str, int, int, int, int, str], ...]
     attention: tuple[tuple[str, float, bool], ...]
     kernels: tuple[int, ...]
-    experts: tuple[tuple[str, float], ...] = ()
 
     def us(self, profile: Profile) -> dict[str, float]:
         """Return the microseconds by kind of work."""
+        experts = [work for work in self.groups if work[-1] != BATCH]
+        batches = [work for work in self.groups if work[-1] == BATCH]
+        matmuls_us = sum(matmul_us(profile, dtype, "nt", m, n, k) for dtype, m, n, k in self.matmuls)
         times = {
-            "matmuls": sum(matmul_us(profile, dtype, "nt", m, n, k) for dtype, m, n, k in self.matmuls),
+            "experts": sum(grouped_us(profile, *work) for work in experts),
+            "matmuls": matmuls_us + sum(grouped_us(profile, *work) for work in batches),
             "attention": sum(attention_us(profile, *work) for work in self.attention),
             "elementwise": sum(profile.compute.launch_us + b / (profile.compute.memory_gbs * 1e3) for b in self.kernels),
         }
-        experts = {"experts": sum(_rated_us(profile, *work, EFFICIENCY) for work in self.experts)} if self.experts else {}
-        return {**experts, **times}
-
-
-def _rated_us(profile: Profile, dtype: str, operations: float, share: float) -> float:
-    rates = profile.compute.tflops
-    return operations / (rates.get(dtype, rates["bfloat16"]) * 1e6 * share)
+        return {kind: us for kind, us in times.items() if experts or kind != "experts"}
 
 
 def find_unmatched_work(graph: Graph, site_nodes: set[Node]) -> UnmatchedWork:
     """Return the work of `graph` outside of `site_nodes`. PlannedBlock must be static."""
     matmuls: list[tuple[str, int, int, int]] = []
+    groups: list[tuple[str, int, int, int, int, str]] = []
     attention: list[tuple[str, float, bool]] = []
-    experts: list[tuple[str, float]] = []
     light: list[Node] = []
     for node in graph.nodes:
         if node.op != "call_function" or node in site_nodes or node.target in _FREE or is_collective(node):
             continue
-        if is_matmul(node):
-            p, left = as_matmul(node), tensor_of(node_arg(node, 1 if node.target is aten.addmm.default else 0))
-            assert left is not None
-            # A real batch is counted as one matmul with the rows of all its members.
-            m, n = p.shape if p is not None else (left.numel() // left.shape[-1], shape_of(node)[-1])
-            matmuls.append((_dtype(node), int(m), int(n), int(left.shape[-1])))
-        elif is_grouped_matmul(node):
-            experts.append((_dtype(node), float(grouped_flops(node))))
+        if (p := as_matmul(node)) is not None:
+            matmuls.append((_dtype(node), int(p.shape[0]), int(p.shape[1]), int(p.inner)))
+        elif (g := as_grouped_matmul(node)) is not None:
+            groups.append((g.dtype, int(g.groups), int(g.m), int(g.n), int(g.k), g.divided))
+        elif is_matmul(node):
+            left = shape_of(node_arg(node, 1 if node.target is aten.addmm.default else 0))
+            matmuls.append((_dtype(node), int(numel(left[:-1])), int(shape_of(node)[-1]), int(left[-1])))
         elif (found := as_attention(node)) is not None:
             attention.append((str(found.dtype).removeprefix("torch."), found.operations * found.share, found.is_backward))
         else:
             light.append(node)
-    return UnmatchedWork(tuple(matmuls), tuple(attention), tuple(_kernels(light)), tuple(experts))
+    return UnmatchedWork(tuple(matmuls), tuple(groups), tuple(attention), tuple(_kernels(light)))
 
 
 def _dtype(node: Node) -> str:

@@ -10,8 +10,8 @@ namespace ub_overlap {
 namespace {
 
 FallbackCall& add_arguments(FallbackCall& fallback, const Tensor& input, at::IntArrayRef output_splits,
-                            at::IntArrayRef input_splits, int64_t split_slot) {
-    return fallback.tensor(input).integers(output_splits).integers(input_splits).integer(split_slot);
+                            at::IntArrayRef input_splits, int64_t split_slot, bool one_area) {
+    return fallback.tensor(input).integers(output_splits).integers(input_splits).integer(split_slot).flag(one_area);
 }
 
 // Returns the first row of every piece, and behind them the number of all rows.
@@ -28,15 +28,24 @@ void check_splits(const Builder& b, const char* name, at::IntArrayRef splits) {
         b.check(rows >= 0, std::string(name) + " has a negative number", text_of(splits), "0 or more");
 }
 
+// Rows of two sources would be written to the same memory.
+void check_one_area(const Builder& b, const char* name, at::IntArrayRef splits) {
+    int64_t others = 0;
+    for (int64_t peer = 0; peer < b.call.ranks; ++peer) others += peer != b.call.rank && splits[peer] > 0;
+    b.check(others < 2, std::string(name) + " has rows for several peers, but one_area", text_of(splits),
+            "rows for one peer at most, or one_area=False");
+}
+
 // Fills in all of the call but its buffers. Returns the sizes of the result.
 std::vector<int64_t> describe_call(Builder& b, const Tensor& input, at::IntArrayRef output_splits, at::IntArrayRef input_splits,
-                                   int64_t split_slot) {
+                                   int64_t split_slot, bool one_area) {
     Call& call = b.call;
     b.check(call.strategy == "bulk" || call.strategy == "none", "an all_to_all has no such strategy", call.strategy,
             "'bulk' or 'none'");
     b.check(input.dim() > 0, "a tensor without dims cannot be exchanged", "[]", "at least one dim");
     check_splits(b, "output_splits", output_splits);
     check_splits(b, "input_splits", input_splits);
+    if (one_area) check_one_area(b, "output_splits", output_splits), check_one_area(b, "input_splits", input_splits);
     const int64_t sent = sum_up(input_splits).back();
     b.check(sent == input.size(0), "input_splits do not sum up to the rows of the input", text_of(input_splits),
             std::to_string(input.size(0)) + " rows");
@@ -49,8 +58,10 @@ std::vector<int64_t> describe_call(Builder& b, const Tensor& input, at::IntArray
     call.inner = input.dtype().itemsize();
     for (int64_t d = 1; d < input.dim(); ++d) call.inner *= input.size(d);
     call.sent_begin = sum_up(input_splits), call.received_begin = sum_up(output_splits);
+    call.one_area = one_area;
     b.describe("row", input.sizes().slice(1), input.dtype());
     b.note("split_slot", split_slot);
+    b.note("one_area", one_area);
     b.note_own("output_splits=", output_splits);
     b.note_own("input_splits=", input_splits);
     std::vector<int64_t> sizes = input.sizes().vec();
@@ -61,27 +72,27 @@ std::vector<int64_t> describe_call(Builder& b, const Tensor& input, at::IntArray
 }  // namespace
 
 Tensor start_all_to_all(const Tensor& input, at::IntArrayRef output_splits, at::IntArrayRef input_splits, int64_t split_slot,
-                        std::string strategy, std::string group, std::string site) {
+                        bool one_area, std::string strategy, std::string group, std::string site) {
     return run_op(input.device(), [&] {
         const Site at{strategy, group, site};
         Builder b("split all_to_all", input.device(), at);
-        describe_call(b, input, output_splits, input_splits, split_slot);
+        describe_call(b, input, output_splits, input_splits, split_slot, one_area);
         const Tensor dense = input.contiguous();
         b.call.input = data_of(dense);
         const Tensor token = at::empty({1}, input.options().dtype(at::kByte));
         if (start_on_transport(b, std::make_shared<Tensor>(dense), token)) return token;
         WithGil gil;
         FallbackCall fallback("start_all_to_all");
-        return add_arguments(fallback, dense, output_splits, input_splits, split_slot).run(at).at(0);
+        return add_arguments(fallback, dense, output_splits, input_splits, split_slot, one_area).run(at).at(0);
     });
 }
 
 Tensor finish_all_to_all(const Tensor& token, const Tensor& input, at::IntArrayRef output_splits, at::IntArrayRef input_splits,
-                         int64_t split_slot, std::string strategy, std::string group, std::string site) {
+                         int64_t split_slot, bool one_area, std::string strategy, std::string group, std::string site) {
     return run_op(input.device(), [&] {
         const Site at{strategy, group, site};
         Builder b("split all_to_all", input.device(), at);
-        const std::vector<int64_t> sizes = describe_call(b, input, output_splits, input_splits, split_slot);
+        const std::vector<int64_t> sizes = describe_call(b, input, output_splits, input_splits, split_slot, one_area);
         Tensor out;
         const auto allocate = [&](Call& call) {
             out = at::empty(sizes, input.options());
@@ -91,7 +102,7 @@ Tensor finish_all_to_all(const Tensor& token, const Tensor& input, at::IntArrayR
         WithGil gil;
         FallbackCall fallback("finish_all_to_all");
         fallback.tensor(token);
-        return add_arguments(fallback, input, output_splits, input_splits, split_slot).run(at).at(0);
+        return add_arguments(fallback, input, output_splits, input_splits, split_slot, one_area).run(at).at(0);
     });
 }
 

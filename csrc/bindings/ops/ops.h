@@ -88,10 +88,10 @@ void release_collective(const at::Tensor& gathered, int64_t split_slot, std::str
 
 // Begins an exchange of pieces of rows, and returns a token. finish_all_to_all returns the rows that this rank receives.
 at::Tensor start_all_to_all(const at::Tensor& input, at::IntArrayRef output_splits, at::IntArrayRef input_splits,
-                            int64_t split_slot, std::string strategy, std::string group, std::string site);
+                            int64_t split_slot, bool one_area, std::string strategy, std::string group, std::string site);
 at::Tensor finish_all_to_all(const at::Tensor& token, const at::Tensor& input, at::IntArrayRef output_splits,
-                             at::IntArrayRef input_splits, int64_t split_slot, std::string strategy, std::string group,
-                             std::string site);
+                             at::IntArrayRef input_splits, int64_t split_slot, bool one_area, std::string strategy,
+                             std::string group, std::string site);
 
 // Returns weights [N_i, K] as one matrix [sum of N_i, K]: their own memory if they lie next to each other, else a copy.
 at::Tensor packed_weight(at::TensorList weights);
