@@ -53,9 +53,10 @@ std::shared_ptr<Transfer> PointToPoint::issue(Message message) {
     }
     const std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) {
-        throw NamedError("SessionPoisonedError", {{"what", "the channels of the group are closed"},
-                                                  {"where", std::string(message.op()) + " at " + message.site(rank)},
-                                                  {"fix", "make a new process group"}});
+        // As after the memory of the channels is freed (ChannelBackend::channels_of): a caller cannot tell which comes first.
+        throw NamedError("OptionError", {{"what", "the group was destroyed"},
+                                         {"where", std::string(message.op()) + " at " + message.site(rank)},
+                                         {"fix", "make a new process group"}});
     }
     arena_->poll();
     if (const Failure* failure = arena_->aborted()) throw CallFailed(*failure);
