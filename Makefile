@@ -1,7 +1,9 @@
 # Two commands: `make demo` and `make test`. Each does all its own set-up (.venv, torch, the extension); a second call is quick.
 #   make demo ARGS="--steps 40 --layers 4"     make test ARGS="tests/cli -k info"     make PYTHON=python3.12 test
+#   make WORKERS=4 test
 PYTHON ?= python3
 ARGS ?=
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +15,7 @@ SOURCES += $(wildcard setup.py build_tools/*.py pyproject.toml MANIFEST.in READM
 .PHONY: help demo test lint docs format install clean
 help:
 	@echo "make demo     train a small Llama on 2 local ranks, eager and through ub_overlap, side by side"
-	@echo "make test     all tests"
+	@echo "make test     all tests, by WORKERS=$(WORKERS) processes of pytest"
 	@echo "make lint     ruff, clang-format, pyrefly, words   make format   let ruff and clang-format rewrite"
 	@echo "make docs     the documentation as a site in build/docs; a broken link fails"
 	@echo "make install  set up .venv and install the package make clean    remove .venv and all that was built"
@@ -22,7 +24,7 @@ demo: $(VENV)/.package
 	@$(BIN)/python examples/llama_tp/demo.py $(ARGS)
 
 test: $(VENV)/.package $(VENV)/.test
-	@$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),tests)
+	@$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n $(WORKERS) tests)
 
 # The type checker looks ub_overlap up where it is installed.
 lint: $(VENV)/.package $(VENV)/.lint $(VENV)/.test

@@ -6,11 +6,16 @@ import os
 import tempfile
 from pathlib import Path
 
+# A graph out of Inductor's cache makes no plan. Without this, what a test compiles depends on the tests and the runs before it.
+# Set before torch is imported, here and in all processes of tests. A test of caches turns them on.
+os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE_DEFAULT", "0")
+
 import pytest
 from hypothesis import settings
 
 import tests.harness.shared_memory  # noqa: F401  (tags the segments of this process and of all that it starts)
 from tests.harness.fixtures import hf2, pool2, pool3, pool4  # noqa: F401  (fixtures, found by name)
+from tests.harness.workers import pytest_xdist_make_scheduler  # noqa: F401  (a hook, found by name)
 
 # Tests store reports in a separate folder, which ranks and subprocesses inherit. The ranks of torchrun share one folder.
 if "RANK" not in os.environ:

@@ -15,7 +15,6 @@ from tests.test_benchmarks import FACTS, printed, torchrun
 FORMS = ("gathered", "ring", "ulysses")
 
 
-@pytest.mark.timeout(240)
 def test_context_parallel_on_cpu_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples/context_parallel/train
 SMALL = ["--device", "cpu", "--inner", "aot_eager", "--steps", "2", "--seq", "32", "--dim", "64", "--layers", "1", "--check"]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("form", "exchanges"), [("gathered", {"all_gather": 2, "reduce_scatter": 2}), ("ulysses", {"all_to_all": 8})]
 )

@@ -13,7 +13,6 @@ from benchmarks.expert_parallel.model import make_routes
 from tests.test_benchmarks import FACTS, printed, torchrun
 
 
-@pytest.mark.timeout(240)
 def test_expert_parallel_on_cpu_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -234,7 +234,7 @@ def in_ranks(rank: int, world: int) -> None:
 
 def test_a_sharded_block_is_the_whole_one(pool2: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
-    pool2.run(in_ranks, timeout=60)
+    pool2.run(in_ranks)
 
 
 class Plain(nn.Module):
@@ -290,9 +290,9 @@ def test_ddp_keeps_sites_or_gives_reasons(order: str, pool4: RankPool) -> None:
 
     Each piece of DDPOptimizer's split has a plan. A collective separated from its matmul has a reason that names the split.
     """
-    whole = pool4.run(ddp_of, order, "no_optimization", timeout=60)
-    traced = pool4.run(ddp_of, order, "python_reducer", timeout=60) if order == "inside" else whole
-    split = pool4.run(ddp_of, order, "ddp_optimizer", timeout=60)
+    whole = pool4.run(ddp_of, order, "no_optimization")
+    traced = pool4.run(ddp_of, order, "python_reducer") if order == "inside" else whole
+    split = pool4.run(ddp_of, order, "ddp_optimizer")
     for rank in range(4):
         assert len(whole[rank][0]) == 4
         for gradients, decisions in (whole[rank], traced[rank]):

@@ -49,7 +49,7 @@ def collectives(rank: int, world: int) -> list[str]:
 
 
 def test_compiled_layer(pool2: RankPool) -> None:
-    assert pool2.run(collectives, timeout=120) == [[], []]
+    assert pool2.run(collectives) == [[], []]
 
 
 def live_graphs(rank: int, world: int) -> list[str]:
@@ -75,7 +75,7 @@ def live_graphs(rank: int, world: int) -> list[str]:
 
 def test_no_graph_stays_alive(pool2: RankPool) -> None:
     """A graph that outlives its step keeps gradient accumulators of another stream, and the step cannot be captured."""
-    assert pool2.run(live_graphs, timeout=120) == [[], []]
+    assert pool2.run(live_graphs) == [[], []]
 
 
 def test_other_nodes_stay() -> None:

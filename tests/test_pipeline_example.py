@@ -49,7 +49,7 @@ def run(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
 )
 def test_gradients_of_the_first_step(request: pytest.FixtureRequest, world: int, arguments: str) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
-    results = pool.run(run, [*arguments.split(), "--steps", "2", "--width", "32"], timeout=150)
+    results = pool.run(run, [*arguments.split(), "--steps", "2", "--width", "32"])
     for result in results:
         assert result["channels"] >= 1, "the messages did not use channels"
         assert result["loss_error"] < 1e-6 and result["gradient_error"] < 1e-5, result

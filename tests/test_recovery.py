@@ -42,7 +42,6 @@ def check(output: str, ranks: int) -> None:
         assert losses == pytest.approx(losses_without_fault()[KILLED:], rel=1e-4), output
 
 
-@pytest.mark.timeout(280)
 @pytest.mark.parametrize(("flags", "members"), [(["--ranks", "3"], "0, 1"), (["--ranks", "2", "--spares", "1"], "0, 2")])
 def test_in_process(flags: list[str], members: str) -> None:
     """The survivors go on alone, on fewer ranks, or with a spare process. Their errors name the killed rank."""
@@ -56,7 +55,6 @@ def test_in_process(flags: list[str], members: str) -> None:
     assert [f"process {n}: done" in finished.output for n in (0, 1, 2)] == [str(n) in members for n in (0, 1, 2)]
 
 
-@pytest.mark.timeout(280)
 def test_elastic_restart(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     finished = launch([*command, str(EXAMPLE.with_name("elastic.py")), "--folder", str(tmp_path)], 240)

@@ -58,7 +58,7 @@ def compared(rank: int, world: int, variant: dict[str, Any], options: dict[str, 
 def test_zero3(hosts2: RankPool, mixed: bool, budget: float | None) -> None:
     """Outputs and gradients are those of the unfused graph. Every collective is split and runs over c10d."""
     options = {**SPLIT, "inner": "aot_eager", "memory_budget": budget}
-    for outcome, transports in hosts2.run(compared, {"mixed": mixed}, options, timeout=120):
+    for outcome, transports in hosts2.run(compared, {"mixed": mixed}, options):
         outcome.check()
         assert len(outcome.decisions) == (12 if budget is None else 18)
         assert {(d["strategy"], d["window"]["transport"], d["work"]["hosts"]) for d in outcome.decisions} == {
@@ -71,7 +71,7 @@ def test_zero3(hosts2: RankPool, mixed: bool, budget: float | None) -> None:
 def test_all_to_all(hosts2: RankPool) -> None:
     """Exchanges of experts across hosts run over c10d."""
     options = {"inner": "aot_eager", "overrides": [{"kind": "all_to_all", "strategy": "split"}]}
-    for outcome in hosts2.run("tests.models.compare:compare", "tests.models.moe", {}, options, timeout=120):
+    for outcome in hosts2.run("tests.models.compare:compare", "tests.models.moe", {}, options):
         outcome.check(3.0)
         split = [d["window"]["transport"] for d in outcome.decisions if d["strategy"] == "split"]
         assert split == ["c10d"] * 4
@@ -81,7 +81,7 @@ def test_all_to_all(hosts2: RankPool) -> None:
 def test_gradients_are_sent_as_traced(hosts2: RankPool, reduce_dtype: str | None) -> None:
     """SimpleFSDP's mixed precision: c10d sums in what it sends, so the gradient is cast to fp32 first."""
     options = {**SPLIT, "inner": "aot_eager", "reduce_dtype": reduce_dtype}
-    for outcome in hosts2.run(compare_name, "tests.models.fsdp", {"mixed": True}, options, timeout=120):
+    for outcome in hosts2.run(compare_name, "tests.models.fsdp", {"mixed": True}, options):
         outcome.check()
         found = {(d["kind"], d["strategy"], d["dtype"], d["sent_dtype"], d["saved_bytes"]) for d in outcome.decisions}
         assert found == {("all_gather", "split", "bfloat16", "", 0), ("reduce_scatter", "split", "float32", "", 0)}
@@ -89,7 +89,7 @@ def test_gradients_are_sent_as_traced(hosts2: RankPool, reduce_dtype: str | None
 
 def test_four_ranks_of_two_hosts(hosts4: RankPool) -> None:
     options = {**SPLIT, "inner": "aot_eager", "hierarchical": "off"}
-    for outcome in hosts4.run(compare_name, ZERO3, {"layers": 1}, options, timeout=120):
+    for outcome in hosts4.run(compare_name, ZERO3, {"layers": 1}, options):
         outcome.check()
         assert {(d["strategy"], d["window"]["transport"]) for d in outcome.decisions} == {("split", "c10d")}
         assert [d["window"]["first_half"] for d in outcome.decisions] == [None] * 4
@@ -102,7 +102,7 @@ HIERARCHICAL: dict[str, Any] = {**SPLIT, "inner": "aot_eager", "hierarchical": "
 def test_hierarchical_zero3(hosts4: RankPool, mixed: bool, budget: float | None) -> None:
     """Gathers run across hosts, then within; reduce_scatters within, then across. Forward and gradients stay as they are."""
     options = {**HIERARCHICAL, "memory_budget": budget}
-    for outcome, transports in hosts4.run(compared, {"mixed": mixed}, options, timeout=120):
+    for outcome, transports in hosts4.run(compared, {"mixed": mixed}, options):
         outcome.check()
         assert len(outcome.decisions) == (12 if budget is None else 18)
         for d in outcome.decisions:
@@ -116,14 +116,14 @@ def test_hierarchical_zero3(hosts4: RankPool, mixed: bool, budget: float | None)
 
 
 def test_one_rank_a_host_is_not_hierarchical(hosts2: RankPool) -> None:
-    for outcome in hosts2.run(compare_name, ZERO3, {"layers": 1}, HIERARCHICAL, timeout=120):
+    for outcome in hosts2.run(compare_name, ZERO3, {"layers": 1}, HIERARCHICAL):
         outcome.check()
         assert [d["window"]["first_half"] for d in outcome.decisions] == [None] * 4
 
 
 def test_hierarchical_types_and_sizes(hosts4: RankPool) -> None:
     """Gathers keep their bits; sums of 16 bits, means and odd sizes equal fp64's up to rounding."""
-    assert hosts4.run(types_and_sizes, timeout=120) == [[]] * 4
+    assert hosts4.run(types_and_sizes) == [[]] * 4
 
 
 def types_and_sizes(rank: int, world: int) -> list[str]:
@@ -159,7 +159,7 @@ def types_and_sizes(rank: int, world: int) -> list[str]:
 
 def test_groups_of_hierarchical_collectives(hosts4: RankPool) -> None:
     """They are made by the first call, once, are no part of cache keys, and end with the group that they were made from."""
-    for found in hosts4.run(made_groups, timeout=120):
+    for found in hosts4.run(made_groups):
         expected = {"made": ["2x2.across", "2x2.within"], "again": True, "same key": True, "left": [], "sessions": []}
         assert found == {"named": 2, **expected}
 
@@ -196,7 +196,7 @@ def made_groups(rank: int, world: int) -> dict[str, Any]:
 
 def test_a_rank_that_does_not_make_its_group(hosts4: RankPool) -> None:
     """The ranks that wait for it name it and the site, at the deadline. An abort of the user's group ends such a wait."""
-    found = hosts4.run(stays_away, 2.0, timeout=60)
+    found = hosts4.run(stays_away, 2.0)
     assert found[2]["error"] == "GroupAbortedError", found[2]
     assert found[1]["error"] == "PeerTimeoutError" and found[1]["ranks"] == (1,), found[1]
     assert "2x2.across" in found[1]["text"] and "/forward.0.first" in found[1]["text"]
@@ -221,7 +221,7 @@ def stays_away(rank: int, world: int, init_s: float) -> dict[str, Any]:
 
 def test_generated_code(hosts2: RankPool) -> None:
     """With Inductor the order is the plan's: starts in front of the matmuls that hide them."""
-    (programs, _), other = hosts2.run(calls, SPLIT, timeout=240)
+    (programs, _), other = hosts2.run(calls, SPLIT)
     assert programs == other[0]
     hidden = [n for program in programs for n in hidden_matmuls(program).values()]
     assert len(hidden) == 16 and sum(n > 0 for n in hidden) >= 12, hidden
@@ -230,7 +230,7 @@ def test_generated_code(hosts2: RankPool) -> None:
 @pytest.mark.parametrize("options", [{"overlap": "force"}, {"overrides": [{"strategy": "pipelined"}]}])
 def test_fused_sites_are_refused(hosts2: RankPool, options: dict[str, Any]) -> None:
     """The collectives are left alone, with the reason, and the results are those of the unfused graph."""
-    for outcome in hosts2.run(compare_name, ZERO3, {"layers": 1}, {**options, "inner": "aot_eager"}, timeout=120):
+    for outcome in hosts2.run(compare_name, ZERO3, {"layers": 1}, {**options, "inner": "aot_eager"}):
         outcome.check()
         assert len(outcome.decisions) == 4
         for d in outcome.decisions:
@@ -240,7 +240,7 @@ def test_fused_sites_are_refused(hosts2: RankPool, options: dict[str, Any]) -> N
 
 def test_auto_takes_parameters_only(hosts2: RankPool) -> None:
     """As within a host: gathers of parameters and reductions of gradients, if the network lets them hide."""
-    for found, others in hosts2.run(automatic, timeout=200):
+    for found, others in hosts2.run(automatic):
         assert found["forward all_gather split"] > 0 and found["backward reduce_scatter split"] > 0, found
         assert {kind.split()[-1] for kind in found} == {"split", "none"}, found
         assert not any("all_gather split" in kind for kind in others), others
@@ -248,9 +248,9 @@ def test_auto_takes_parameters_only(hosts2: RankPool) -> None:
 
 def test_small_collectives_are_split_too(hosts2: RankPool, pool2: RankPool) -> None:
     """Their latency is worth hiding. Look-alike: within a host they are below the threshold."""
-    for found in hosts2.run(small, timeout=120):
+    for found in hosts2.run(small):
         assert found["split"] > 0 and found["below_threshold"] == 0, found
-    for found in pool2.run(small, timeout=120):
+    for found in pool2.run(small):
         assert found["split"] == 0 and found["below_threshold"] > 0, found
 
 
@@ -262,7 +262,7 @@ def small(rank: int, world: int) -> Counter[str]:
 
 def test_both_kinds_of_groups_in_one_graph(hosts4: RankPool) -> None:
     """A matmul with a weight gathered across hosts and an activation gathered within: each group has its own transport."""
-    for error, decisions, transports in hosts4.run(mixed_groups, timeout=120):
+    for error, decisions, transports in hosts4.run(mixed_groups):
         assert error < 1e-5
         assert decisions == {"forward.0": "split", "forward.1": "pipelined"}
         assert transports == {"c10d", "shared memory"}
@@ -289,7 +289,7 @@ def mixed_groups(rank: int, world: int) -> tuple[float, dict[str, str], set[str]
 
 def test_hybrid_sharding(hosts4: RankPool) -> None:
     """With scatter_first the reduce_scatter runs within a host and the all_reduce of one shard across hosts, both split."""
-    for error, found in hosts4.run(hybrid, timeout=120):
+    for error, found in hosts4.run(hybrid):
         assert error < 1e-5
         assert found == [("reduce_scatter", "split", "", 1), ("all_reduce", "split", "c10d", 2)]
 
@@ -315,7 +315,7 @@ def hybrid(rank: int, world: int) -> tuple[float, list[tuple[str, str, str, int]
 
 def test_hosts_of_groups_are_part_of_cache_keys(hosts4: RankPool) -> None:
     """Two groups of one size, of which one is within a host: a name does not tell them apart in another process."""
-    assert hosts4.run(hosts_by_group, timeout=60) == [
+    assert hosts4.run(hosts_by_group) == [
         ["0 0", "0 1", "0 0 1 1"], ["0 0", "0 0 1 1"], ["0 1", "0 0 1 1"], ["0 0 1 1"]
     ]  # fmt: skip
 
@@ -328,7 +328,7 @@ def hosts_by_group(rank: int, world: int) -> list[str]:
 
 
 def test_hosts_are_part_of_cache_keys(hosts2: RankPool) -> None:
-    for declared, one in hosts2.run(signatures, timeout=60):
+    for declared, one in hosts2.run(signatures):
         assert declared != one
 
 

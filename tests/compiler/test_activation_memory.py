@@ -68,8 +68,8 @@ def test_shard_is_kept(
     """
     options = {"overlap": "force", "inner": inner}
     for whole, part in zip(
-        pool2.run(run, *model, options, timeout=200),
-        pool2.run(run, *model, {**options, "memory_budget": 0}, timeout=200),
+        pool2.run(run, *model, options),
+        pool2.run(run, *model, {**options, "memory_budget": 0}),
         strict=True,
     ):
         assert whole.error < 1e-5 and part.error < 1e-5
@@ -181,7 +181,7 @@ def test_memory_budget(pool2: RankPool) -> None:
 
     Budgets: nothing, a fraction, the bytes of one tensor, everything, and no budget.
     """
-    for none, part, some, whole, unlimited in pool2.run(run_budgets, [0.0, 0.5, 96 * 64 * 4 + 1.0, float("inf")], timeout=240):
+    for none, part, some, whole, unlimited in pool2.run(run_budgets, [0.0, 0.5, 96 * 64 * 4 + 1.0, float("inf")]):
         gathers = [[d.kept for d in s.decisions if d.kept is not None] for s in (none, part, some, whole)]
         assert len({len(kept) for kept in gathers}) == 1 and len(gathers[0]) >= 2
         total = sum(k.gathered_bytes for k in gathers[0])

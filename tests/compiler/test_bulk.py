@@ -38,14 +38,14 @@ def test_independent_products_of_a_llama_block(pool2: RankPool, stage: str) -> N
 
     Forward: none. Backward: the weight gradients that are ready (w2 w1 w3; then also wo v k q).
     """
-    for found in pool2.run(independent, stage, timeout=120):
+    for found in pool2.run(independent, stage):
         assert [n for _, n in found["forward"]] == [0, 0, 0, 0]
         assert found["backward"] == [("all_gather", 0), ("reduce_scatter", 3), ("all_gather", 3), ("reduce_scatter", 7)]
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_forced_bulk(pool2: RankPool, inner: str) -> None:
-    for outcome in pool2.run(forced, inner, timeout=240):
+    for outcome in pool2.run(forced, inner):
         outcome.check()
         backward = [d for d in outcome.decisions if d["phase"] == "backward"]
         assert [d["strategy"] for d in backward] == ["none", "bulk", "bulk", "bulk"]
@@ -88,7 +88,7 @@ def code(rank: int, world: int) -> tuple[list[str], int]:
 
 def test_generated_code(pool2: RankPool) -> None:
     """One call takes the collective's input and the matmul operands, and none of them is deleted before."""
-    for written, decided in pool2.run(code, timeout=240):
+    for written, decided in pool2.run(code):
         lines = [line.strip() for text in written for line in text.splitlines()]
         calls = [i for i, line in enumerate(lines) if "ub_overlap.bulk.default(" in line]
         assert len(calls) == decided == 1

@@ -57,7 +57,6 @@ def run(rank: int, world: int, options: dict[str, Any]) -> tuple[dict[str, float
     return {n: error(found[n], eager[n], n) for n in eager}, {(d.phase, d.kind.value) for d in decisions if d.overlapped}
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("options", [{}, {"fp8": "all"}], ids=["16 bits", "float8"])
 def test_cpp_wrapper(pool2: RankPool, options: dict[str, Any]) -> None:
     for errors, sites in pool2.run(run, options, timeout=380):

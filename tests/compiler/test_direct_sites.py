@@ -70,15 +70,15 @@ def run(rank: int, world: int, profile: str, mode: str, is_autotuned: bool) -> d
 
 @pytest.mark.parametrize("mode", MODES)
 def test_direct_is_selected_where_it_is_predicted_best(pool2: RankPool, tmp_path: Path, mode: str) -> None:
-    for found in pool2.run(run, profile_with(tmp_path / "fast.json", 1.0), mode, False, timeout=60):
+    for found in pool2.run(run, profile_with(tmp_path / "fast.json", 1.0), mode, False):
         assert found["worst"] <= 0.5 and found["strategy"] == "direct" and found["ran"] == {"direct": 3}
         assert found["again"] and "direct" in found["predicted"] and "direct" in found["report"]
-    for found in pool2.run(run, profile_with(tmp_path / "slow.json", 1e6), mode, False, timeout=60):
+    for found in pool2.run(run, profile_with(tmp_path / "slow.json", 1e6), mode, False):
         assert found["worst"] <= 0.5 and "direct" not in found["ran"] and "direct" in found["predicted"]
 
 
 def test_autotune_times_direct(pool2: RankPool, tmp_path: Path) -> None:
-    first, second = pool2.run(run, profile_with(tmp_path / "fast.json", 1.0), "reduce_scatter", True, timeout=60)
+    first, second = pool2.run(run, profile_with(tmp_path / "fast.json", 1.0), "reduce_scatter", True)
     assert first["strategy"].startswith("direct|") and first["strategy"] == second["strategy"]
     assert set(first["timed"]) == set(first["strategy"].split("|")) and first["tuned"] == second["tuned"]
     (best,) = {tuned.strategy for tuned in first["tuned"].values()}

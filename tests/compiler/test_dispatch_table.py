@@ -109,7 +109,7 @@ def calls(rank: int, world: int) -> tuple[list[str], dict[str, dict[str, int]], 
 
 
 def test_ops_pick_by_rows(pool2: RankPool) -> None:
-    for bad, strategies, reasons, said in pool2.run(calls, timeout=60):
+    for bad, strategies, reasons, said in pool2.run(calls):
         assert bad == []
         counts = {"none": 2, "pipelined:chunks=1": 2, "pipelined": 2}
         assert strategies.pop("/choice.bulk") == {k.replace("pipelined", "bulk"): n for k, n in counts.items()}
@@ -158,8 +158,8 @@ def sizes(rank: int, world: int) -> tuple[str, list[tuple[str, dict[str, int], l
 
 
 def test_one_graph_for_all_sizes(pool2: RankPool) -> None:
-    """Ranks make byte-equal plans, although their hash seeds differ because they are spawned."""
-    found = pool2.run(sizes, timeout=150)
+    """Ranks make byte-equal plans, although their hash seeds differ (tests/harness/processes.py)."""
+    found = pool2.run(sizes)
     assert found[0][0] == found[1][0], "the ranks' plans differ"
     plan = Plan.from_json(found[0][0])
     assert plan.to_json() == found[0][0] and Plan.from_json(plan.to_json()) == plan
@@ -183,7 +183,7 @@ def test_floor_and_forced_tables(pool2: RankPool) -> None:
     """min_bytes becomes a limit in rows, and an overridden table is used at any traced size."""
     tables = []
     for traced in (64, 4096):
-        (text,), (other,) = pool2.run(plan_dynamic, {**AUTO, "min_bytes": 1 << 24}, traced, timeout=120)
+        (text,), (other,) = pool2.run(plan_dynamic, {**AUTO, "min_bytes": 1 << 24}, traced)
         assert text == other
         tables.append([str(d.strategy) for d in Plan.from_json(text).decisions])
     assert tables[0] == tables[1]
@@ -194,9 +194,9 @@ def test_floor_and_forced_tables(pool2: RankPool) -> None:
         )
         assert table.at((1 << 15) - 1) == NONE
     forced = {"forward.0": "100=none;*=pipelined:chunks=4", "forward.1": "none|pipelined:stripes=2"}
-    (text,), _ = pool2.run(plan_dynamic, {**AUTO, "overrides": forced}, 64, timeout=120)
+    (text,), _ = pool2.run(plan_dynamic, {**AUTO, "overrides": forced}, 64)
     assert {d.id: str(d.strategy) for d in Plan.from_json(text).decisions} == forced
-    again = pool2.run(plan_dynamic, {**AUTO, "overrides": json.loads(text)}, 64, timeout=120)[0][0]
+    again = pool2.run(plan_dynamic, {**AUTO, "overrides": json.loads(text)}, 64)[0][0]
     assert Plan.from_json(again).digest == Plan.from_json(text).digest
 
 
@@ -254,7 +254,7 @@ def test_tuning(pool2: RankPool) -> None:
 
     Timing does not change call counts or results.
     """
-    ranks = pool2.run(tune, timeout=150)
+    ranks = pool2.run(tune)
     assert ops.load()
     for life, (mine, theirs) in enumerate(zip(*ranks, strict=True)):
         assert mine["picks"] == theirs["picks"] and mine["digest"] == ranks[0][0]["digest"]
@@ -301,4 +301,4 @@ def tune_with_a_bias(rank: int, world: int) -> list[bool]:
 
 
 def test_results_of_a_site_with_an_addend_of_one_rank_are_used_again(pool2: RankPool) -> None:
-    assert pool2.run(tune_with_a_bias, timeout=120) == [[True, False]] * 2
+    assert pool2.run(tune_with_a_bias) == [[True, False]] * 2

@@ -81,7 +81,6 @@ def any_order(rank: int, world: int, kind: str, breaks: bool) -> dict[str, Any]:
     return {"reports": reports, "compiles": compiles, "other": other}
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("kind", "breaks"), [("module", False), ("in place", False), ("function", False), ("module", True)])
 def test_any_order(pool2: RankPool, kind: str, breaks: bool) -> None:
     """Every explain reports, and the compiled model compiles once. Without options, explain takes those of the model."""

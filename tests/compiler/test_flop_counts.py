@@ -53,7 +53,7 @@ def random_totals(rank: int, world: int, seeds: list[int]) -> tuple[list[str], s
 
 def test_totals_of_rewritten_graphs(pool2: RankPool) -> None:
     """Fused, bulk and split sites together count what the plain graph counts."""
-    for wrong, strategies in pool2.run(random_totals, list(range(12)), timeout=120):
+    for wrong, strategies in pool2.run(random_totals, list(range(12))):
         assert not wrong, wrong
         assert strategies >= {"pipelined", "bulk", "split"}, strategies
 
@@ -157,7 +157,7 @@ def scheduled(rank: int, world: int) -> tuple[float | None, float, int, list[str
 
 def test_scheduler_gets_the_prediction(pool2: RankPool) -> None:
     """It never runs our op to time it: one call, that of the compiled graph."""
-    for estimate, predicted, calls, wrong in pool2.run(scheduled, timeout=120):
+    for estimate, predicted, calls, wrong in pool2.run(scheduled):
         assert not wrong and calls == 1 and estimate is not None, (estimate, predicted, calls, wrong)
         assert estimate * 1e3 == pytest.approx(predicted, abs=0.01)
 

@@ -30,7 +30,7 @@ def check(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_what_is_fused(pool2: RankPool, name: str) -> None:
-    for found in pool2.run(rank_fused.run_form, name, "one_shot", "aot_eager", timeout=120):
+    for found in pool2.run(rank_fused.run_form, name, "one_shot", "aot_eager"):
         check(found)
         assert found["strategies"] == ["one_shot"], found
         (detail,) = found["details"]
@@ -41,13 +41,13 @@ def test_what_is_fused(pool2: RankPool, name: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["two_shot", "3=one_shot;*=two_shot", "one_shot|none"])
 def test_other_strategies(pool2: RankPool, strategy: str) -> None:
-    for found in pool2.run(rank_fused.run_form, "llama", strategy, "aot_eager", False, timeout=120):
+    for found in pool2.run(rank_fused.run_form, "llama", strategy, "aot_eager", False):
         check(found)
         assert found["strategies"] == [strategy], found
 
 
 def test_sums_in_fp32_are_fused_where_all_is(pool2: RankPool) -> None:
-    for found in pool2.run(rank_fused.run_form, "vllm", "one_shot", "aot_eager", False, timeout=120):
+    for found in pool2.run(rank_fused.run_form, "vllm", "one_shot", "aot_eager", False):
         check(found)
         assert "one kernel with the residual and RMSNorm" in found["details"][0], found
 
@@ -55,7 +55,7 @@ def test_sums_in_fp32_are_fused_where_all_is(pool2: RankPool) -> None:
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_residuals_of_residuals(pool2: RankPool, inner: str) -> None:
     """Each sum is the residual of the next, and each norm but the first is part of an op."""
-    for found in pool2.run(rank_fused.run_form, "two_layers", "one_shot", inner, timeout=240):
+    for found in pool2.run(rank_fused.run_form, "two_layers", "one_shot", inner):
         check(found)
         assert found["strategies"] == ["one_shot"] * 4
         assert all("one kernel with the residual and RMSNorm" in detail for detail in found["details"])
@@ -64,7 +64,7 @@ def test_residuals_of_residuals(pool2: RankPool, inner: str) -> None:
 @pytest.mark.parametrize("options", [{"overrides": [{"strategy": "one_shot"}]}, {"profile": "h200"}])
 def test_two_results_of_one_sum(pool2: RankPool, options: dict[str, Any]) -> None:
     """A sum of two collectives is part of one of their ops; the other is an op alone."""
-    for found in pool2.run(rank_fused.run_unmerged, options, timeout=120):
+    for found in pool2.run(rank_fused.run_unmerged, options):
         check(found)
         assert found["strategies"] == ["one_shot", "one_shot"], found
         assert sorted("the residual" in detail for detail in found["details"]) == [False, True], found
@@ -72,7 +72,7 @@ def test_two_results_of_one_sum(pool2: RankPool, options: dict[str, Any]) -> Non
 
 def test_two_norms_in_front_of_one_residual(pool2: RankPool) -> None:
     """One op has the sums. The other keeps its norm."""
-    for found in pool2.run(rank_fused.run_form, "two_post_norms", "one_shot", "aot_eager", timeout=120):
+    for found in pool2.run(rank_fused.run_form, "two_post_norms", "one_shot", "aot_eager"):
         check(found)
         parts = sorted(p for d in found["details"] for p in d.split("; ") if p.startswith("one kernel"))
         assert parts == ["one kernel with RMSNorm", "one kernel with RMSNorm of the branch, the addend and the residual"], found
@@ -80,7 +80,7 @@ def test_two_norms_in_front_of_one_residual(pool2: RankPool) -> None:
 
 @pytest.mark.parametrize("name", ["gathered", "scattered"])
 def test_two_shot_is_a_strategy_of_all_reduces(pool2: RankPool, name: str) -> None:
-    for found in pool2.run(rank_fused.run_form, name, "two_shot", "aot_eager", timeout=120):
+    for found in pool2.run(rank_fused.run_form, name, "two_shot", "aot_eager"):
         check(found)
         assert found["strategies"] == ["none"]
         assert "two_shot is a strategy of all_reduces" in found["details"][0]
@@ -91,7 +91,7 @@ def test_two_shot_is_a_strategy_of_all_reduces(pool2: RankPool, name: str) -> No
 )
 def test_a_parallel_block_on_a_residual(pool2: RankPool, name: str, parts: str) -> None:
     """Its two reductions are one, with biases, residual and norm."""
-    for found in pool2.run(rank_fused.run_form, name, "one_shot", "aot_eager", False, timeout=120):
+    for found in pool2.run(rank_fused.run_form, name, "one_shot", "aot_eager", False):
         check(found)
         assert found["strategies"] == ["one_shot", "merged"]
         assert f"one kernel with {parts} and LayerNorm" in found["details"][0]
@@ -99,12 +99,12 @@ def test_a_parallel_block_on_a_residual(pool2: RankPool, name: str, parts: str) 
 
 def test_rounding_is_kept(pool2: RankPool) -> None:
     """A bias that is added behind the rounding stays behind it: the bits are eager's."""
-    for found in pool2.run(rank_fused.run_form, "narrow_bias", "one_shot", "aot_eager", timeout=120):
+    for found in pool2.run(rank_fused.run_form, "narrow_bias", "one_shot", "aot_eager"):
         assert found["far"] == found["plain"], found
 
 
 def test_a_rank_gets_whole_vectors(pool2: RankPool) -> None:
-    for found in pool2.run(rank_fused.run_form, "vector", "one_shot", "aot_eager", timeout=120):
+    for found in pool2.run(rank_fused.run_form, "vector", "one_shot", "aot_eager"):
         check(found)
         assert found["strategies"] == ["none"]
         assert "no multiple of 16 bytes" in found["details"][0]

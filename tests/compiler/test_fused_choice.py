@@ -107,7 +107,7 @@ def test_profiles_keep_the_curves() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "layer", "alone"])
 def test_auto_fuses_sites_below_the_threshold(pool2: RankPool, name: str) -> None:
-    for found in pool2.run(rank_fused.run_auto, name, {}, timeout=120):
+    for found in pool2.run(rank_fused.run_auto, name, {}):
         check(found)
         assert found["strategies"] == ["one_shot"], found
         assert "one_shot saves" in found["details"][0]
@@ -119,7 +119,7 @@ def test_auto_fuses_sites_below_the_threshold(pool2: RankPool, name: str) -> Non
 @pytest.mark.parametrize("name", ["gathered", "scattered", "concurrent"])
 def test_auto_leaves_others_plain(pool2: RankPool, name: str) -> None:
     """Of gathers and reduce_scatters nothing is measured. A plain collective that runs concurrently costs nothing."""
-    for found in pool2.run(rank_fused.run_auto, name, {}, timeout=120):
+    for found in pool2.run(rank_fused.run_auto, name, {}):
         check(found)
         assert found["strategies"] == ["none"], found
         assert ("runs concurrently with" in found["details"][0]) == (name == "concurrent"), found
@@ -127,7 +127,7 @@ def test_auto_leaves_others_plain(pool2: RankPool, name: str) -> None:
 
 
 def test_the_option_turns_it_off(pool2: RankPool) -> None:
-    for found in pool2.run(rank_fused.run_auto, "llama", {"few_tokens": "off"}, timeout=120):
+    for found in pool2.run(rank_fused.run_auto, "llama", {"few_tokens": "off"}):
         assert found["strategies"] == ["none"] and found["reasons"] == ["below_threshold"]
         assert "one kernel" not in found["details"][0]
 
@@ -135,7 +135,7 @@ def test_the_option_turns_it_off(pool2: RankPool) -> None:
 def test_dynamic_batches_use_a_table(pool2: RankPool) -> None:
     """Rows of 64 bytes: a table from few bytes to many. A batch of 1 is a graph of its own."""
     batches = [16, 3, 512, 1]
-    for found in pool2.run(rank_fused.run_batches, "llama", batches, {}, timeout=120):
+    for found in pool2.run(rank_fused.run_batches, "llama", batches, {}):
         assert all(found["same"]), found
         table, one = found["strategies"]
         assert table.endswith("=one_shot;*=two_shot") and one == "one_shot", found

@@ -17,7 +17,7 @@ BEHIND = "the cast to float8 stays behind it: "
 @pytest.mark.parametrize("name", FORMS)
 def test_which_casts_are_fused(pool2: RankPool, name: str) -> None:
     why = FORMS[name][1]
-    for found in pool2.run(rank_fused_float8.run_form, name, {}, timeout=120):
+    for found in pool2.run(rank_fused_float8.run_form, name, {}):
         check(found)
         (detail,) = found["details"]
         assert (WHOLE in detail) == (not why), detail
@@ -27,14 +27,14 @@ def test_which_casts_are_fused(pool2: RankPool, name: str) -> None:
 
 @pytest.mark.parametrize("options", [{"verify": True}, {"inner": "inductor"}])
 def test_with_other_options(pool2: RankPool, options: dict[str, object]) -> None:
-    for found in pool2.run(rank_fused_float8.run_form, "own_rows", options, timeout=240):
+    for found in pool2.run(rank_fused_float8.run_form, "own_rows", options):
         check(found)
         assert WHOLE in found["details"][0], found
 
 
 def test_auto_leaves_the_cast_behind(pool2: RankPool) -> None:
     """A kernel with a cast is not measured."""
-    for found in pool2.run(rank_fused_float8.run_form, "own_rows", {"profile": "h200"}, timeout=120):
+    for found in pool2.run(rank_fused_float8.run_form, "own_rows", {"profile": "h200"}):
         check(found)
         assert found["strategies"] == ["one_shot"] and WHOLE not in found["details"][0], found
         assert BEHIND + "it is not measured; an override may request it" in found["details"][0], found
@@ -42,13 +42,13 @@ def test_auto_leaves_the_cast_behind(pool2: RankPool) -> None:
 
 @pytest.mark.skipif(not compat.cpu_scales_rows(), reason="this torch has no CPU matmul with a scale per row")
 def test_the_recipe_rowwise_is_fused(pool2: RankPool) -> None:
-    for found in pool2.run(rank_fused_float8.run_recipe, "rowwise", timeout=120):
+    for found in pool2.run(rank_fused_float8.run_recipe, "rowwise"):
         assert found["casts"] == 2 and found["error"] < 0.06, found
         assert len(found["details"]) == 1 and WHOLE in found["details"][0], found
 
 
 def test_the_recipe_tensorwise_is_not(pool2: RankPool) -> None:
     """Its scale is the amax of all rows, which no block of rows knows."""
-    for found in pool2.run(rank_fused_float8.run_recipe, "tensorwise", timeout=120):
+    for found in pool2.run(rank_fused_float8.run_recipe, "tensorwise"):
         assert found["casts"] == 2 and found["error"] < 0.06, found
         assert BEHIND + "its scale is computed from all rows of the norm" in found["details"][0], found

@@ -209,7 +209,7 @@ def fuzz(
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_chains(request: pytest.FixtureRequest, ranks: int, kind: str) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{ranks}")
-    for wrong, taken in pool.run(fuzz, kind, list(range(SEEDS[ranks])), timeout=240):
+    for wrong, taken in pool.run(fuzz, kind, list(range(SEEDS[ranks]))):
         assert not wrong, "\n".join(wrong)
         assert taken["forward pipelined"] >= SEEDS[ranks] // 5, taken
 
@@ -218,6 +218,6 @@ def test_chains(request: pytest.FixtureRequest, ranks: int, kind: str) -> None:
 def test_chains_from_landing_memory(pool2: RankPool, inner: str, seeds: int) -> None:
     """Zero-copy gathers whose readers, also later ones and those of views, are random."""
     options = {"overrides": [{"strategy": "split"}], "zero_copy": "auto", "inner": inner}
-    for wrong, taken in pool2.run(fuzz, "all_gather", list(range(seeds)), options, timeout=240):
+    for wrong, taken in pool2.run(fuzz, "all_gather", list(range(seeds)), options):
         assert not wrong, "\n".join(wrong)
         assert taken["zero-copy"] >= seeds // 3, taken

@@ -340,7 +340,7 @@ def filled(outcome: Comparison) -> list[str]:
 def test_results(pool2: RankPool, slow_link: str, variant: dict[str, Any], options: dict[str, Any]) -> None:
     """A Llama block's outputs and gradients are as close to float64 as eager's, and all ranks choose alike."""
     auto = {"overlap": "auto", "min_bytes": 0, "inner": "aot_eager", "profile": slow_link, **options}
-    outcomes = pool2.run(compare, "tests.models.dtensor_llama", variant, auto, timeout=240)
+    outcomes = pool2.run(compare, "tests.models.dtensor_llama", variant, auto)
     for outcome in outcomes:
         outcome.check()
         assert filled(outcome) == filled(outcomes[0]) != []
@@ -381,5 +381,5 @@ def run(rank: int, world: int, kind: str, profile: str, dynamic: bool | None) ->
 )
 def test_each_kind(pool2: RankPool, slow_link: str, kind: str, dynamic: bool | None) -> None:
     site = "all_gather_matmul" if kind == "all_gather" else f"matmul_{kind}"
-    found = pool2.run(run, kind, slow_link, dynamic, timeout=120)
+    found = pool2.run(run, kind, slow_link, dynamic)
     assert found == [(True, [f"{site} pipelined 1"])] * 2

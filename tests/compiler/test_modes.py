@@ -223,7 +223,7 @@ def without_caches(rank: int, world: int, name: str, *args: Any) -> Answer:
 
 
 def check(pool: RankPool, expected: list[str], name: str, *args: Any) -> None:
-    for difference, decisions in pool.run(without_caches, name, *args, timeout=150):
+    for difference, decisions in pool.run(without_caches, name, *args):
         assert difference < 1e-5
         assert sorted(decisions) == sorted(expected)
 
@@ -244,7 +244,7 @@ def passes_alone(rank: int, world: int) -> Answer:
 
 def test_passes_alone(pool2: RankPool) -> None:
     """ub_overlap.passes() with backend="inductor" overlaps the same sites as backend="ub_overlap"."""
-    for difference, decisions in pool2.run(without_caches, "passes_alone", timeout=200):
+    for difference, decisions in pool2.run(without_caches, "passes_alone"):
         assert difference < 1e-5
         assert set(decisions) == set(FORWARD + BACKWARD)
 
@@ -263,7 +263,7 @@ def passes_with_fp8(rank: int, world: int) -> Answer:
 
 
 def test_passes_with_fp8(pool2: RankPool) -> None:
-    for difference, decisions in pool2.run(without_caches, "passes_with_fp8", timeout=200):
+    for difference, decisions in pool2.run(without_caches, "passes_with_fp8"):
         assert difference < 0.2
         assert set(decisions) >= set(FORWARD)
 

@@ -31,7 +31,7 @@ SEEDS = 16
 @pytest.mark.parametrize("name", CASES)
 def test_cases(pool2: RankPool, name: str) -> None:
     """Values and strides of all outputs are eager's, whatever reads the parts; look-alikes are not packed."""
-    for differ, strides, packs in pool2.run(run_case, name, PACK, timeout=120):
+    for differ, strides, packs in pool2.run(run_case, name, PACK):
         assert (differ, strides, packs) == ([], [], CASES[name][2])
 
 
@@ -39,7 +39,7 @@ def test_cases(pool2: RankPool, name: str) -> None:
     "name", ["complex pairs", "flattened", "heads", "strict readers", "written", "rows of results", "views of views"]
 )
 def test_inductor(pool2: RankPool, name: str) -> None:
-    for differ, strides, packs in pool2.run(run_case, name, PACK_INDUCTOR, timeout=240):
+    for differ, strides, packs in pool2.run(run_case, name, PACK_INDUCTOR):
         assert (differ, strides, packs) == ([], [], CASES[name][2])
 
 
@@ -56,7 +56,7 @@ def test_models(pool2: RankPool, name: str) -> None:
 
 def test_gathered_again(pool2: RankPool) -> None:
     """A tensor that backward gathers again is multiplied once for all weight gradients."""
-    outcomes = pool2.run(compare, *MODELS["llama_gqa_two_blocks"], {**PACK, "memory_budget": 0}, timeout=120)
+    outcomes = pool2.run(compare, *MODELS["llama_gqa_two_blocks"], {**PACK, "memory_budget": 0})
     for outcome in outcomes:
         outcome.check()
         gathers = [d for d in outcome.decisions if d["phase"] == "backward" and d["kind"] == "all_gather_matmul"]
@@ -69,7 +69,7 @@ def test_block_inductor(pool2: RankPool) -> None:
 
 def test_saved_parts(pool2: RankPool) -> None:
     """Saved parts share their result where it is mostly saved. A small saved part does not keep all of it alive."""
-    for mostly, hardly in pool2.run(saved_bytes, PACK_INDUCTOR, timeout=240):
+    for mostly, hardly in pool2.run(saved_bytes, PACK_INDUCTOR):
         rows = 2 * M * 4
         assert (mostly, hardly) == ([rows * (8 + 4 + 4)], [rows * 4])
 
@@ -79,7 +79,7 @@ def test_dynamic(pool2: RankPool) -> None:
 
 
 def test_chains(pool2: RankPool) -> None:
-    for wrong, packed in pool2.run(run_chains, list(range(SEEDS)), timeout=240):
+    for wrong, packed in pool2.run(run_chains, list(range(SEEDS))):
         assert not wrong, "\n".join(wrong)
         assert packed >= SEEDS // 2
 
@@ -87,16 +87,16 @@ def test_chains(pool2: RankPool) -> None:
 @pytest.mark.parametrize("to_none", [True, False])
 def test_microbatches(pool2: RankPool, to_none: bool) -> None:
     """Gradients that are parts of one result accumulate as gradients of their own."""
-    assert pool2.run(run_microbatches, to_none, {**PACK, "memory_budget": 0}, timeout=120) == [[], []]
+    assert pool2.run(run_microbatches, to_none, {**PACK, "memory_budget": 0}) == [[], []]
 
 
 def test_the_bits_of_the_op(pool2: RankPool) -> None:
-    assert all(pool2.run(run_by_hand, timeout=120))
+    assert all(pool2.run(run_by_hand))
 
 
 def test_verify(pool2: RankPool) -> None:
     model = ("tests.models.dtensor_llama", {"kv_heads": 4})
-    for sites, _, worst in pool2.run(verified, model, PACK, timeout=120):
+    for sites, _, worst in pool2.run(verified, model, PACK):
         assert sites and all(error is not None and error < 1e-4 for _, _, error in sites) and worst < 1e-3
 
 
@@ -104,13 +104,13 @@ def test_verify(pool2: RankPool) -> None:
 def test_direct_packs_a_sum(pool2: RankPool, pack: str) -> None:
     """A sum of matmuls that is forced to run by direct becomes one matmul. It runs apart where packs are off."""
     options = {**FORCE, "pack": pack, "overrides": [{"strategy": "direct"}]}
-    for differ, strides, packs in pool2.run(run_case, "summed everywhere", options, timeout=120):
+    for differ, strides, packs in pool2.run(run_case, "summed everywhere", options):
         assert (differ, strides, packs) == ([], [], [[] if pack == "off" else [2]])
 
 
 def test_saved_plans(pool2: RankPool) -> None:
     """A saved plan packs what it packed. "off" still packs nothing, and a plan without packs leaves them to the option."""
-    for found in pool2.run(run_saved, timeout=120):
+    for found in pool2.run(run_saved):
         assert found == {"packed": [[3], [3], []], "apart": [[], [], []], "older": [[], [3], []]}
 
 

@@ -94,7 +94,7 @@ def train_all(rank: int, world: int, style: str) -> dict[str, Outcome]:
 @pytest.mark.parametrize("style", ["functional", "reduce"])
 def test_addends_of_one_rank(pool2: RankPool, style: str) -> None:
     """Forward and backward agree with eager; both ranks have one plan, and overlap the reduction."""
-    first, other = pool2.run(train_all, style, timeout=240)
+    first, other = pool2.run(train_all, style)
     for name in FORMS:
         for difference, _, forward in (first[name], other[name]):
             assert difference < 1e-5, (name, difference)
@@ -109,7 +109,7 @@ def test_addends_of_one_rank(pool2: RankPool, style: str) -> None:
 def test_an_addend_under_inductor_and_with_dynamic_sizes(
     pool2: RankPool, name: str, style: str, options: dict[str, Any]
 ) -> None:
-    first, other = pool2.run(train, name, style, options, dynamic=style == "reduce", timeout=240)
+    first, other = pool2.run(train, name, style, options, dynamic=style == "reduce")
     assert first[1] == other[1] and first[2] == other[2] == ["pipelined"]
     assert max(first[0], other[0]) < 1e-5
 
@@ -133,7 +133,7 @@ def independent(rank: int, world: int) -> tuple[float, list[str], list[str]]:
 
 def test_a_bias_of_one_rank_beside_a_gather(pool2: RankPool) -> None:
     """A matmul with a bias is as independent as one without: the choice is the same on all ranks."""
-    first, other = pool2.run(independent, timeout=120)
+    first, other = pool2.run(independent)
     assert first[1] == other[1] and first[2] == other[2] == ["bulk"]
     assert max(first[0], other[0]) < 1e-5
 
@@ -178,14 +178,14 @@ def scale_by_one(rank: int, world: int) -> tuple[float, list[str], list[str]]:
 
 def test_a_factor_of_one_on_one_rank(pool2: RankPool) -> None:
     """A factor of 1 does nothing, also not to the type of the op's output, which all ranks must share."""
-    first, other = pool2.run(scale_by_one, timeout=120)
+    first, other = pool2.run(scale_by_one)
     assert first[1] == other[1] and first[2] == other[2] == ["pipelined"]
     assert max(first[0], other[0]) < 1e-2
 
 
 def test_a_constant_factor_of_one_rank_is_an_error(pool2: RankPool) -> None:
     """A constant factor is applied to the sum of all ranks, so it must be the same; a tensor may differ."""
-    assert pool2.run(scale, True, timeout=120) == ["", ""]
-    for text in pool2.run(scale, False, timeout=120):
+    assert pool2.run(scale, True) == ["", ""]
+    for text in pool2.run(scale, False):
         assert "compiled another plan" in text and "scale=2.0" in text and "scale=1.0" in text
         assert "multiply by the same constant on all ranks" in text

@@ -160,7 +160,7 @@ def results(
 def test_mixed_precision_gradients_are_as_exact(pool2: RankPool, strategy: str, wanted: str | None) -> None:
     """bf16 products: narrow or as traced, errors are those of eager, which reduces in fp32."""
     name, size = ("float32", 4) if wanted else ("bfloat16", 2)
-    for errors, sites in pool2.run(results, True, wanted, strategy, timeout=120):
+    for errors, sites in pool2.run(results, True, wanted, strategy):
         assert all(ours <= 1.05 * eager + 1e-6 for eager, ours in errors.values()), errors
         elements = 96 * 64 // 2
         assert sites == [(name, elements * size, elements * size)] * 2
@@ -169,7 +169,7 @@ def test_mixed_precision_gradients_are_as_exact(pool2: RankPool, strategy: str, 
 @pytest.mark.parametrize(("strategy", "inner"), [("bulk", "aot_eager"), ("split", "inductor")])
 def test_rounded_gradients(pool2: RankPool, strategy: str, inner: str) -> None:
     """fp32 products sent in bf16: gradients are off by the rounding of one summand each, everything else not at all."""
-    for errors, sites in pool2.run(results, False, "bfloat16", strategy, inner, timeout=240):
+    for errors, sites in pool2.run(results, False, "bfloat16", strategy, inner):
         elements = 96 * 64 // 2
         assert sites == [("bfloat16", 2 * elements, 2 * elements)] * 2
         for name, (eager, ours) in errors.items():

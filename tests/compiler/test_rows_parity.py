@@ -80,7 +80,7 @@ def dispatched(rank: int, world: int) -> dict[str, tuple[int | None, list[set[st
 
 
 def test_rows_are_counted_alike(pool2: RankPool) -> None:
-    for found in pool2.run(dispatched, timeout=240):
+    for found in pool2.run(dispatched):
         wrong = {
             name: (rows, ran)
             for name, (rows, ran) in found.items()

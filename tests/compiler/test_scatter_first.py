@@ -129,11 +129,11 @@ def run(rank: int, world: int, names: list[str], moved: bool) -> list[str]:
 
 
 def test_moved(pool4: RankPool) -> None:
-    assert pool4.run(run, list(MOVED), True, timeout=120) == [[]] * 4
+    assert pool4.run(run, list(MOVED), True) == [[]] * 4
 
 
 def test_look_alikes_stay(pool4: RankPool) -> None:
-    assert pool4.run(run, list(STAYS), False, timeout=120) == [[]] * 4
+    assert pool4.run(run, list(STAYS), False) == [[]] * 4
 
 
 def test_dims_of_meshes() -> None:
@@ -161,7 +161,7 @@ def test_other_groups(ranks: list[int]) -> None:
 
 
 def checked(pool: RankPool, mixed: bool, options: dict[str, Any]) -> list[Comparison]:
-    outcomes: list[Comparison] = pool.run(compare, "tests.models.fsdp", {"mixed": mixed, "replicas": 2}, options, timeout=240)
+    outcomes: list[Comparison] = pool.run(compare, "tests.models.fsdp", {"mixed": mixed, "replicas": 2}, options)
     for outcome in outcomes:
         outcome.check()
     return outcomes
@@ -201,7 +201,7 @@ def shown(rank: int, world: int) -> list[str]:
 
 def test_the_diff_shows_it(pool4: RankPool) -> None:
     edit = "all_reduce + 2 waits + reduce_scatter -> reduce_scatter + 2 waits + all_reduce"
-    assert pool4.run(shown, timeout=240) == [[edit] * 2] * 4
+    assert pool4.run(shown) == [[edit] * 2] * 4
 
 
 # --- decisions for large gradients --------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def counts(outcome: Comparison) -> Counter[str]:
 
 def check(pool: RankPool, variant: dict[str, Any], options: dict[str, Any]) -> Comparison:
     """Compare with eager and float64 on all ranks. Return the outcome of the first."""
-    outcomes: list[Comparison] = pool.run("tests.models.compare:compare", MODEL, variant, options, timeout=200)
+    outcomes: list[Comparison] = pool.run("tests.models.compare:compare", MODEL, variant, options)
     for outcome in outcomes:
         outcome.check()
     assert [d["strategy"] for d in outcomes[0].decisions] == [d["strategy"] for d in outcomes[-1].decisions]

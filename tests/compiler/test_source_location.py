@@ -156,7 +156,7 @@ def test_dtensor_sites_have_the_users_modules_and_lines(pool2: RankPool) -> None
         "sequential of blocks": {"0.w2", "1.w2"},
     }
     lines = {"sequential": "# the call", "net of sequentials": "# line of a net"}
-    for rows, refused in pool2.run(sites, rules, timeout=240):
+    for rows, refused in pool2.run(sites, rules):
         for name, paths in modules.items():
             found = {phase: [module for p, module, _ in rows[name] if p == phase] for phase in ("forward", "backward")}
             assert list(dict.fromkeys(found["forward"])) == paths, name

@@ -39,7 +39,7 @@ def test_zero3(pool2: RankPool, inner: str, mixed: bool, budget: float | None, z
     so all gathers can be zero-copy. Without, backward keeps them.
     """
     options = {**SPLIT, "inner": inner, "memory_budget": budget, "zero_copy": zero_copy}
-    for outcome in pool2.run(compare_name, ZERO3, {"mixed": mixed}, options, timeout=240):
+    for outcome in pool2.run(compare_name, ZERO3, {"mixed": mixed}, options):
         outcome.check(3.0)  # Inductor may not merge a product with the sum behind its weight's release
         assert {d["strategy"] for d in outcome.decisions} == {"split"}
         slots = {d["window"]["slot"] for d in outcome.decisions}
@@ -52,7 +52,7 @@ def test_zero3(pool2: RankPool, inner: str, mixed: bool, budget: float | None, z
 @pytest.mark.parametrize("mixed", [False, True])
 def test_zero_copy_changes_no_bit(pool2: RankPool, mixed: bool) -> None:
     """Results are those of copied gathers, also with more gathers than slots. A second step runs in the slots of the first."""
-    for copied, in_place in pool2.run(both_forms, mixed, timeout=120):
+    for copied, in_place in pool2.run(both_forms, mixed):
         assert len(copied) == len(in_place) > 20
         assert all(torch.equal(a, b) for a, b in zip(copied, in_place, strict=True))
 
@@ -79,7 +79,7 @@ def both_forms(rank: int, world: int, mixed: bool) -> list[list[Tensor]]:
 def test_float8(pool2: RankPool) -> None:
     """Weights are gathered as float8 by split collectives, with the results of plain ones."""
     options = {"fp8": "all", "inner": "aot_eager", **SPLIT}
-    for plain, split in pool2.run(both, ZERO3, {"layers": 2, "dtype": torch.bfloat16}, options, timeout=120):
+    for plain, split in pool2.run(both, ZERO3, {"layers": 2, "dtype": torch.bfloat16}, options):
         gathers = [d for d in split.decisions if d.kind.value == "all_gather"]
         assert len(gathers) == 4 and {str(d.strategy) for d in gathers} == {"split"}
         assert {c.recipe for c in split.casts if c.role != "weight gradient"} == {"tensorwise"}
@@ -112,7 +112,7 @@ def calls(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list[str
 @pytest.mark.parametrize("mixed", [False, True])
 def test_inputs_are_held(pool2: RankPool, mixed: bool) -> None:
     """A finish reads the buffer of its start, and no other value is written to it in between."""
-    for programs, _ in pool2.run(code_of, SPLIT, mixed, timeout=120):
+    for programs, _ in pool2.run(code_of, SPLIT, mixed):
         for text in programs:
             lines = text[text.index("def call(") :].splitlines()
             for begin, end, name in spans_of_inputs(lines):
@@ -142,7 +142,7 @@ ZERO_COPY: dict[str, Any] = {**SPLIT, "memory_budget": 0, "zero_copy": "auto"}
 @pytest.mark.parametrize("options", [SPLIT, ZERO_COPY])
 def test_generated_code(pool2: RankPool, options: dict[str, Any]) -> None:
     """Inductor keeps the order: starts in front of the matmuls that hide them, finishes in front of the readers, releases."""
-    (programs, decisions), other = pool2.run(calls, options, timeout=240)
+    (programs, decisions), other = pool2.run(calls, options)
     assert programs == other[0] and [d["window"] for d in decisions] == [d["window"] for d in other[1]]
     forward, backward = programs
     for program, phase in ((forward, "forward"), (backward, "backward")):
@@ -159,7 +159,7 @@ def test_generated_code(pool2: RankPool, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mixed", [False, True])
 def test_nothing_reads_or_reuses_released_memory(pool2: RankPool, mixed: bool) -> None:
     """In the generated code the result of a zero-copy gather is read, by its matmuls, between finish and release only."""
-    for programs, decisions in pool2.run(code_of, ZERO_COPY, mixed, timeout=120):
+    for programs, decisions in pool2.run(code_of, ZERO_COPY, mixed):
         spans = [span for text in programs for span in spans_of_results(text)]
         assert len(spans) == sum(d["kind"] == "all_gather" for d in decisions) == 16
         for inside, behind in spans:
@@ -200,7 +200,7 @@ def hidden_matmuls(program: list[str]) -> dict[str, int]:
 
 def test_the_options_of_inductor_are_restored(pool2: RankPool) -> None:
     """The next graph, without split sites, is reordered as Inductor's options say."""
-    for before, after in pool2.run(reordering, timeout=120):
+    for before, after in pool2.run(reordering):
         assert before == after and True in before.values()
 
 
@@ -213,7 +213,7 @@ def reordering(rank: int, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize("zero_copy", [False, True])
 def test_verify_and_explain(pool2: RankPool, zero_copy: bool) -> None:
     """Results equal the plain collectives', and the report names slot and places."""
-    for error, text in pool2.run(verified, ZERO_COPY if zero_copy else SPLIT, timeout=240):
+    for error, text in pool2.run(verified, ZERO_COPY if zero_copy else SPLIT):
         assert error < 1e-6
         assert "split" in text and "in slot 0" in text and ("and released as number" in text) == zero_copy
 
@@ -231,7 +231,7 @@ def verified(rank: int, world: int, options: dict[str, Any]) -> tuple[float, str
 
 def test_saved_plan(pool2: RankPool) -> None:
     """A saved plan with split sites is used again, with the same digest."""
-    for first, second in pool2.run(saved, timeout=120):
+    for first, second in pool2.run(saved):
         assert first == second
 
 
@@ -248,7 +248,7 @@ def saved(rank: int, world: int) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_inputs_that_the_graph_writes(pool2: RankPool, inner: str) -> None:
     """Look-alikes: shards that are written behind or in front of their collectives have the values of their time."""
-    for errors in pool2.run(written, inner, timeout=120):
+    for errors in pool2.run(written, inner):
         assert all(error < 1e-5 for error in errors), errors
 
 
@@ -277,7 +277,7 @@ def written(rank: int, world: int, inner: str) -> list[float]:
 
 def test_the_order_is_held_by_the_options(pool2: RankPool) -> None:
     """With Inductor's reordering on, starts move to their finishes: the test of the generated code can fail."""
-    for hidden in pool2.run(moved, timeout=120):
+    for hidden in pool2.run(moved):
         assert hidden == 0
 
 
@@ -291,7 +291,7 @@ def moved(rank: int, world: int) -> int:
 
 def test_gradients_that_compiled_autograd_accumulates(pool2: RankPool) -> None:
     """Its backward copies the first microbatch's gradients and adds the next ones; all reductions finish behind matmuls."""
-    for errors, plans in pool2.run(accumulated, timeout=120):
+    for errors, plans in pool2.run(accumulated):
         assert all(error < 1e-5 for error in errors), errors
         assert len(plans) == 2 and all(starts[:2] == [0, 1] and len(starts) == 4 for starts, _ in plans), plans
 
@@ -319,7 +319,7 @@ def accumulated(rank: int, world: int) -> tuple[list[float], list[tuple[list[int
 
 def test_auto_takes_parameters_only(pool2: RankPool) -> None:
     """Gathers of parameters are split in forward and backward; look-alike: the same gathers of plain inputs."""
-    for found, others in pool2.run(automatic, timeout=200):
+    for found, others in pool2.run(automatic):
         assert found["forward all_gather split"] > 0 and found["backward reduce_scatter split"] > 0, found
         assert not any("all_gather split" in kind for kind in others), others
 

@@ -128,12 +128,12 @@ def forms(rank: int, world: int, collective: str, reduce_op: str, inner: str, na
 
 @pytest.mark.parametrize(("collective", "reduce_op"), [("reduce_scatter", "sum"), ("all_reduce", "avg")])
 def test_forms(pool2: RankPool, collective: str, reduce_op: str) -> None:
-    for bad in pool2.run(forms, collective, reduce_op, "aot_eager", list(FORMS), timeout=240):
+    for bad in pool2.run(forms, collective, reduce_op, "aot_eager", list(FORMS)):
         assert not bad, "\n".join(bad)
 
 
 def test_forms_under_inductor(pool2: RankPool) -> None:
-    for bad in pool2.run(forms, "reduce_scatter", "avg", "inductor", ["scaled", "columns"], timeout=240):
+    for bad in pool2.run(forms, "reduce_scatter", "avg", "inductor", ["scaled", "columns"]):
         assert not bad, "\n".join(bad)
 
 

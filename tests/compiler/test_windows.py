@@ -304,7 +304,8 @@ def test_times_of_nodes() -> None:
     times = NodeTimes.of(d.graph, load("h200"), {})
     assert times.us(product) == pytest.approx(2 * 4096**3 / 700e6, rel=0.2)
     assert times.us(attention) == pytest.approx(4 * 32 * 4096**2 * 128 / (708e6 * 0.55), rel=0.05)
-    assert times.us(batched) == pytest.approx(2 * 4 * 1024 * 4096 * 64 / (708e6 * 0.6), abs=3)
+    moved = 4 * 2 * (1024 * 4096 + 4096 * 64 + 1024 * 64)
+    assert times.us(batched) == pytest.approx(moved / 3.8e6, rel=0.3)  # narrow products wait for memory
     assert times.us(scaled) == pytest.approx(2 * 2**25 / 3.8e6, rel=0.2)  # reads the product once, writes the sum
     assert [times.us(n) for n in (x, inner, heads[0], gathered, gathered.args[0])] == [0.0] * 5  # type: ignore[arg-type]
 
@@ -314,7 +315,7 @@ def test_times_of_nodes() -> None:
 
 def test_random_graphs_compute_the_same(pool2: RankPool) -> None:
     """Matmuls, gathers, scatters, sums and writes in random order: with every collective split, and with half of them."""
-    for wrong, strategies in pool2.run(run_random, list(range(30)), timeout=120):
+    for wrong, strategies in pool2.run(run_random, list(range(30))):
         assert not wrong, wrong
         assert strategies["split"] > 60 and strategies["pipelined"] + strategies["bulk"] > 10, strategies
 

@@ -40,18 +40,16 @@ RING = ({"all_gather split": 2}, {"all_to_all split": 4})
 """The sites of two layers in forward and backward."""
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("load_balance", [True, False])
 def test_a_ring_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, Any], load_balance: bool) -> None:
     """Two ranks share a sequence, two the heads. The ranks' graphs differ, their plans agree."""
-    results = pool4.run(compare_with_tensor_parallelism, "ring", options, load_balance, True, timeout=140)
+    results = pool4.run(compare_with_tensor_parallelism, "ring", options, load_balance, True)
     check(results, *({**TENSOR_PARALLEL, **exchange} for exchange in RING))
 
 
-@pytest.mark.timeout(150)
 def test_gathers_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, Any]) -> None:
     """In backward the weight gradients of tensor parallelism hide the exchange too, as independent matmuls of a bulk site."""
-    results = pool4.run(compare_with_tensor_parallelism, "gathered", options, False, False, timeout=140)
+    results = pool4.run(compare_with_tensor_parallelism, "gathered", options, False, False)
     for error, plans in results:
         assert error < 1e-5
         exchange = [d for plan in plans for d in plan.decisions if d.kind.value in ("all_gather", "reduce_scatter")]
@@ -59,25 +57,22 @@ def test_gathers_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, 
     assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("load_balance", [True, False])
 def test_flex_attention(pool2: RankPool, options: dict[str, Any], load_balance: bool) -> None:
     """torch's op is replaced; gathers of keys and values, and reduce_scatters of their gradients, are split."""
-    results = pool2.run(compare_flex_attention, options, load_balance, timeout=110)
+    results = pool2.run(compare_flex_attention, options, load_balance)
     check(results, {"all_gather split": 2}, {"reduce_scatter split": 2})
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("load_balance", [True, False])
 def test_torchtitan(pool2: RankPool, options: dict[str, Any], load_balance: bool) -> None:
-    results = pool2.run(compare_torchtitan, options, load_balance, 1, timeout=140)
+    results = pool2.run(compare_torchtitan, options, load_balance, 1)
     check(results, *RING)
 
 
-@pytest.mark.timeout(150)
 def test_torchtitan_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, Any]) -> None:
     """All its sites are overlapped: those of the embedding and the head are split, or hidden behind other matmuls."""
-    results = pool4.run(compare_torchtitan, options, True, 2, timeout=140)
+    results = pool4.run(compare_torchtitan, options, True, 2)
     for error, plans in results:
         assert error < 1e-5
         assert all(sites(plan).items() >= exchange.items() for plan, exchange in zip(plans, RING, strict=True))

@@ -16,13 +16,12 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"inner": "aot_eager", "profile": write_slow_profile(tmp_path_factory.mktemp("profile")), "min_bytes": 0}
 
 
-@pytest.mark.timeout(120)
 def test_heads_are_exchanged_behind_projections(pool2: RankPool, options: dict[str, Any]) -> None:
     """q's runs behind the k projection, k's behind the v projection; nothing hides v's and the result's, and they say so.
 
     In backward weight gradients hide three of four.
     """
-    results = pool2.run(compare_forms, "ulysses", options, causal=True, timeout=100)
+    results = pool2.run(compare_forms, "ulysses", options, causal=True)
     for error, plans in results:
         assert error < 1e-5
         forward, backward = ([str(d.strategy) for d in plan.decisions] for plan in plans)

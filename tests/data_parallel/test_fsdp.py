@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
-from tests.runtime.spawn import run_ranks
 
 from . import rank_fsdp, rank_landing
 
@@ -15,68 +15,68 @@ STEP = 2.5
 
 
 def test_trains_as_torch(pool2: RankPool) -> None:
-    assert pool2.run(rank_fsdp.trains_as_torch, timeout=120) == [[], []]
+    assert pool2.run(rank_fsdp.trains_as_torch) == [[], []]
 
 
 def test_hybrid_and_partial_resharding(pool4: RankPool) -> None:
-    assert pool4.run(rank_fsdp.trains_as_torch, timeout=120) == [[]] * 4
+    assert pool4.run(rank_fsdp.trains_as_torch) == [[]] * 4
 
 
 def test_a_divide_factor(pool2: RankPool) -> None:
-    assert pool2.run(rank_fsdp.divide_factor, timeout=60) == [[], []]
+    assert pool2.run(rank_fsdp.divide_factor) == [[], []]
 
 
 def test_gathers_in_flight(pool2: RankPool) -> None:
-    assert pool2.run(rank_fsdp.asynchronous, timeout=60) == [[], []]
+    assert pool2.run(rank_fsdp.asynchronous) == [[], []]
 
 
 def test_bytes_travel(pool2: RankPool) -> None:
-    assert pool2.run(rank_fsdp.bytes_travel, timeout=60) == [[], []]
+    assert pool2.run(rank_fsdp.bytes_travel) == [[], []]
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_landing_memory(world: int, pool2: RankPool, pool4: RankPool) -> None:
     pool = pool2 if world == 2 else pool4
-    assert pool.run(rank_landing.landing_memory, 120 if world == 2 else 50, timeout=60) == [[]] * world
+    assert pool.run(rank_landing.landing_memory, 120 if world == 2 else 50) == [[]] * world
 
 
 def test_results_are_landing_memory(pool2: RankPool) -> None:
-    assert pool2.run(rank_landing.uses_landing_memory, timeout=60) == [[], []]
+    assert pool2.run(rank_landing.uses_landing_memory) == [[], []]
 
 
 def test_own_groups(pool3: RankPool) -> None:
     """The order of the user's ranks, whatever groups they are in; freed with the user's group."""
     want = {"gathered": [0.0, 1.0, 2.0], "again": True, "left": [], "freed": True, "next": True, "destroyed": True}
-    assert pool3.run(rank_landing.own_groups, timeout=60) == [{**want, "signed": True}] * 3
+    assert pool3.run(rank_landing.own_groups) == [{**want, "signed": True}] * 3
 
 
 def test_a_rank_that_keeps_a_result() -> None:
     """Ranks that choose different slots get an error that names the site, not a hang."""
-    found = run_ranks("tests.data_parallel.rank_landing:keeps_a_result", 2, args=(STEP,), timeout=60)
+    found = observe_ranks("tests.data_parallel.rank_landing:keeps_a_result", 2, args=(STEP,))
     for one in (outcome.value for outcome in found):
         assert one["ours"] and "/fsdp." in one["text"], one
         assert one["seconds"] < 2 * STEP + 10, one
 
 
 def test_a_checkpoint_is_unaffected(pool2: RankPool, tmp_path: Path) -> None:
-    assert pool2.run(rank_fsdp.checkpoints, str(tmp_path), timeout=60) == [[], []]
+    assert pool2.run(rank_fsdp.checkpoints, str(tmp_path)) == [[], []]
 
 
 def test_dtypes_and_dims(pool2: RankPool) -> None:
-    assert pool2.run(rank_fsdp.mixed_dtypes, timeout=60) == [[], []]
+    assert pool2.run(rank_fsdp.mixed_dtypes) == [[], []]
 
 
 @pytest.mark.skipif(rank_fsdp.ShardPlacementResult is None, reason="this torch has one mesh per module")
 def test_two_meshes_in_one_module(pool4: RankPool) -> None:
-    assert pool4.run(rank_fsdp.two_meshes, timeout=60) == [[]] * 4
+    assert pool4.run(rank_fsdp.two_meshes) == [[]] * 4
 
 
 def test_removal_and_misuse(pool2: RankPool) -> None:
-    assert pool2.run(rank_fsdp.removal, timeout=60) == [[], []]
+    assert pool2.run(rank_fsdp.removal) == [[], []]
 
 
 def test_torchs_collectives_stay_where_ours_cannot_serve(pool2: RankPool) -> None:
-    for bad, texts in pool2.run(rank_fsdp.no_transport, timeout=60):
+    for bad, texts in pool2.run(rank_fsdp.no_transport):
         assert bad == []
         assert sum("keeps torch's collectives: " in text and "host" in text for text in texts) == 1, texts
         assert sum("reduce_scatter of torch.float64" in text for text in texts) == 1, texts
@@ -84,7 +84,7 @@ def test_torchs_collectives_stay_where_ours_cannot_serve(pool2: RankPool) -> Non
 
 
 def test_a_rank_that_dies_in_a_gather() -> None:
-    found = run_ranks("tests.data_parallel.rank_landing:dies_in_gather", 2, args=(STEP,), timeout=60)[0].value
+    found = observe_ranks("tests.data_parallel.rank_landing:dies_in_gather", 2, args=(STEP,))[0].value
     assert found["error"] in ("PeerDiedError", "PeerTimeoutError", "PeerFailedError"), found
     assert "/fsdp.all_gather" in found["text"] and found["ours"], found
     assert found["seconds"] < 2 * STEP + 5, found

@@ -15,7 +15,7 @@ def test_llama_trains_as_one_process(tmp_path: Path) -> None:
     """Accumulation, clipping and a checkpoint; each layer is compiled, and gathered and reduced by us."""
     pytest.importorskip("transformers")
     with RankPool(2) as pool:  # ranks of their own: torchtitan cannot be imported after transformers
-        outcomes = pool.run(rank_hf.trains_as_one_process, str(tmp_path / "checkpoint"), timeout=200)
+        outcomes = pool.run(rank_hf.trains_as_one_process, str(tmp_path / "checkpoint"))
     expected = outcomes[0][1]
     means = [sum(pair) / 2 for pair in zip(*(own for own, *_ in outcomes), strict=True)]
     assert means == pytest.approx(expected, abs=1e-4) and expected[-1] < expected[0]

@@ -21,7 +21,7 @@ def check(found: list[ranks.Found | str], *modes: str) -> None:
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_sharded_weights(pool2: RankPool, inner: str) -> None:
-    check(pool2.run(ranks.sharded_weights, 1024, inner, timeout=200), "split", "pipelined")
+    check(pool2.run(ranks.sharded_weights, 1024, inner), "split", "pipelined")
 
 
 def test_sharded_weights_and_tensor_parallel(pool4: RankPool) -> None:
@@ -29,18 +29,18 @@ def test_sharded_weights_and_tensor_parallel(pool4: RankPool) -> None:
 
 
 def test_experts(pool2: RankPool) -> None:
-    check(pool2.run(ranks.experts, 1024, timeout=200), "split")
+    check(pool2.run(ranks.experts, 1024), "split")
 
 
 def test_replicated_weights(pool2: RankPool) -> None:
     """The order of all_reduces does not depend on the batch. (Compiled autograd of torch 2.13 takes no dynamic sizes.)"""
-    for differs, digests, modes in pool2.run(ranks.replicated_weights, None, timeout=200):
+    for differs, digests, modes in pool2.run(ranks.replicated_weights, None):
         assert not differs and len(digests) >= 1 and modes
 
 
 @pytest.mark.parametrize(("dynamic", "text"), [(None, "only sizes differ"), (True, "plans are made for one value")])
 def test_without_a_hint(dynamic: bool | None, text: str) -> None:
     """The error, which breaks the group, says what to do."""
-    for error in run_ranks(ranks.sharded_weights, 2, None, "aot_eager", dynamic, timeout=200):
+    for error in run_ranks(ranks.sharded_weights, 2, None, "aot_eager", dynamic):
         assert isinstance(error, str) and error.startswith("PlanMismatchError"), error
         assert text in error and "mark_dynamic(x, 0, hint_override=" in error, error

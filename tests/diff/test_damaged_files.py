@@ -171,8 +171,9 @@ def test_a_read_report_is_the_written_one(tmp_path: Path) -> None:
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\u202egnp.exe\ud800"
 
 
-def test_terminal_codes(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_terminal_codes(store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Control characters of a stored text are shown as escapes, in every form that JSON has for them."""
+    monkeypatch.setenv("COLUMNS", "400")
     plan = json.loads(PLAN.to_json())
     plan["sites"][0]["module"] = plan["sites"][0]["shapes"]["input"] = f"a{HOSTILE}\U0001f600\\u001b"
     for text in (json.dumps(plan), json.dumps(plan, ensure_ascii=False).replace("\ud800", "\\ud800")):
@@ -335,9 +336,9 @@ READERS: dict[str, tuple[Any, Callable[[Path], Any]]] = {
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"{", b"[" * 100_000, b'{"traceEvents": 3}', gzip.compress(b'{"traceEvents": []}')[:-12],
+        b"", b"{", b"[" * 100_000, b'{"traceEvents": 3}', gzip.compress(b'{"traceEvents": []}', mtime=0)[:-12],
         b'[{"ph": "X", "cat": "kernel", "name": "k", "ts": "late", "dur": [], "args": {"device": 0}}]',
-        b'[{"ph": "X", "cat": "kernel", "args": 3}]', gzip.compress(bytes(3 << 20)),
+        b'[{"ph": "X", "cat": "kernel", "args": 3}]', gzip.compress(bytes(3 << 20), mtime=0),
     ],
 )  # fmt: skip
 def test_what_is_no_trace(

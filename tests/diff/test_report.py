@@ -122,7 +122,7 @@ def apart(rank: int, world: int) -> dict[str, Any]:
 
 def test_ranks_that_differ_are_told_where(pool2: RankPool) -> None:
     """The error names the first differing node and its source line on both ranks."""
-    for rank, found in enumerate(pool2.run(apart, timeout=120)):
+    for rank, found in enumerate(pool2.run(apart)):
         assert found["type"] == "PlanMismatchError"
         said = found["diff"]
         assert said in found["text"] and "the forward graphs differ: 1 edit" in said

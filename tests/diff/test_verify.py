@@ -55,13 +55,13 @@ def local(t: Any) -> Tensor:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: f"{m[0].split('.')[-1]}-{m[1].get('name', '')}".strip("-"))
 def test_every_site_is_compared(pool2: RankPool, model: tuple[str, dict[str, Any]]) -> None:
-    for sites, table, worst in pool2.run(verified, model, FORCE, timeout=120):
+    for sites, table, worst in pool2.run(verified, model, FORCE):
         assert sites and all(error is not None and error < TOLERANCE[torch.float32] for _, _, error in sites), sites
         assert all(calls for _, calls, _ in sites) and "error" in table and worst < 1e-3
 
 
 def test_inductor(pool2: RankPool) -> None:
-    for sites, _, worst in pool2.run(verified, MODELS[0], INDUCTOR, timeout=120):
+    for sites, _, worst in pool2.run(verified, MODELS[0], INDUCTOR):
         assert len(sites) == 4 and all(error is not None and error < 1e-4 for _, _, error in sites) and worst < 1e-3
 
 

@@ -226,7 +226,7 @@ def test_first_call_of_many_rows(pool2: RankPool) -> None:
     errors_of = {}
     for recipe in ("tensorwise", "delayed"):
         options = {"fp8": {"recipe": recipe, "state": "many rows"}, "inner": "aot_eager", "overlap": "force"}
-        runs = pool2.run(float8, "tests.models.dtensor_mlp", sizes, options, timeout=100)
+        runs = pool2.run(float8, "tests.models.dtensor_mlp", sizes, options)
         assert all({c.recipe for c in run.casts} == {recipe} for run in runs)
         errors_of[recipe] = [run.errors for run in runs]
     for current, delayed_errors in zip(*errors_of.values(), strict=True):

@@ -49,7 +49,7 @@ def same(a: Run, b: Run) -> bool:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_llama(pool2: RankPool, recipe: str) -> None:
     """Seven linears, gathered along dim 1 of two batches: every collective next to one is overlapped, in float8."""
-    for off, on in pool2.run(both, LLAMA, {"dtype": BF16}, {**EAGER, "fp8": {"recipe": recipe}}, timeout=200):
+    for off, on in pool2.run(both, LLAMA, {"dtype": BF16}, {**EAGER, "fp8": {"recipe": recipe}}):
         gradient = recipe if recipe == "tensorwise" else Reason.RECIPE.value
         expected = {("forward", recipe): 7, ("input gradient", recipe): 7, ("weight gradient", gradient): 7}
         assert by_role(off) == by_role(on) == expected
@@ -103,7 +103,7 @@ def test_bias_inference_and_batch_of_one(pool2: RankPool) -> None:
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_weights_gathered(pool2: RankPool, inner: str) -> None:
     """Sharded weights are quantized before the gather, with one scale for all ranks."""
-    for run in pool2.run(float8, FSDP, {"dtype": BF16}, {"inner": inner, "fp8": "all", "overlap": "force"}, timeout=200):
+    for run in pool2.run(float8, FSDP, {"dtype": BF16}, {"inner": inner, "fp8": "all", "overlap": "force"}):
         gathers = [d for d in run.decisions if d.kind.value == "all_gather"]
         assert len(gathers) == 2 and {d.dtype for d in gathers} == {"uint8"}
         assert {d.reason for d in gathers} == {Reason.SCALED_FORM}  # the weight is the right operand
@@ -116,7 +116,7 @@ def test_weights_gathered(pool2: RankPool, inner: str) -> None:
 def test_uneven_columns(pool3: RankPool, overlap: str) -> None:
     """336, 336 and 334 columns: no rank quantizes before the gather, as the last one cannot."""
     variant = {"dtype": BF16, "length": 48, "hidden": 1006}
-    for run in pool3.run(float8, MLP, variant, {**EAGER, "overlap": overlap}, timeout=60):
+    for run in pool3.run(float8, MLP, variant, {**EAGER, "overlap": overlap}):
         assert by_role(run) == {(role, "sizes_not_16"): 2 for role in ALL}
         assert all("hold 334, 336 of the weight" in c.detail for c in run.casts)
         assert len(run.kinds("forward") + run.kinds("backward")) == (4 if overlap == "force" else 0)
@@ -152,7 +152,7 @@ def test_float8_graphs(pool2: RankPool) -> None:
         "scatter_mixed": "scaled_form", "other_rows": "scaled_form", "not_gathered": "scaled_form", "right": "scaled_form",
         "trimmed": "uneven_shards", "softmax": "reduce_op_unsupported",
     }  # fmt: skip
-    for run in pool2.run(graphs, timeout=200):
+    for run in pool2.run(graphs):
         only_rows = set() if ROWS else {"other_rows", "not_gathered"}
         assert {name for name, _ in run} == (set(expected) | set(reasons)) - only_rows
         assert not ROWS or {name for name, scaling in run if scaling == "rows"} >= set(expected)
@@ -169,7 +169,7 @@ def test_float8_graphs(pool2: RankPool) -> None:
 @pytest.mark.parametrize("variant", [{}, {"batch": 1}, {"along": 0, "batch": 4}], ids=["dim1", "batch1", "dim0"])
 def test_torchao_gathers_float8(pool2: RankPool, variant: dict[str, Any]) -> None:
     pytest.importorskip("torchao")
-    for errors, decisions in pool2.run(torchao, variant, {"overlap": "force", "inner": "aot_eager"}, timeout=200):
+    for errors, decisions in pool2.run(torchao, variant, {"overlap": "force", "inner": "aot_eager"}):
         for phase in ("forward", "backward"):
             done = sorted(d.kind.value for d in decisions if d.phase == phase and d.overlapped)
             assert done == ["all_gather_matmul", "matmul_reduce_scatter"]
@@ -181,7 +181,7 @@ def test_torchao_gathers_float8(pool2: RankPool, variant: dict[str, Any]) -> Non
 def test_torchao_gathers_16_bits(pool2: RankPool) -> None:
     """Casts move before the gathers with bitwise equal results, and the gathers are sites."""
     pytest.importorskip("torchao")
-    for run in pool2.run(torchao_16, {}, timeout=200):
+    for run in pool2.run(torchao_16, {}):
         assert run.equal
         for phase in ("forward", "backward"):
             assert run.kinds(phase) == ["all_gather_matmul", "matmul_reduce_scatter"]
@@ -204,7 +204,7 @@ def test_torchao_rowwise(pool2: RankPool, recipe: str, variant: dict[str, Any]) 
     """
     pytest.importorskip("torchao")
     gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
-    for run in pool2.run(torchao_16, {**variant, "recipe": recipe}, timeout=200):
+    for run in pool2.run(torchao_16, {**variant, "recipe": recipe}):
         step, forward = run.decisions
         assert run.equal and max(run.errors.values()) < 0.02  # a bf16 rounding of a sum over ranks
         assert all(ours <= 1.05 * eager + 0.01 for eager, ours in run.exact_errors.values())
@@ -225,7 +225,7 @@ def test_torchao_rowwise(pool2: RankPool, recipe: str, variant: dict[str, Any]) 
 def test_torchao_by_inductor(pool2: RankPool, recipe: str) -> None:
     """Fused casts use the amax of all ranks too: no number is further from float64 than eager's."""
     pytest.importorskip("torchao")
-    for run in pool2.run(torchao_16, {"recipe": recipe}, "inductor", timeout=200):
+    for run in pool2.run(torchao_16, {"recipe": recipe}, "inductor"):
         assert run.kinds("forward") == ["all_gather_matmul", "matmul_reduce_scatter"]
         assert run.kinds("backward") == ["all_gather_matmul"] * (2 if recipe == GW_HP else 1) + ["matmul_reduce_scatter"]
         assert all(ours <= 1.2 * eager + 0.01 for eager, ours in run.exact_errors.values()), run.exact_errors
@@ -243,7 +243,7 @@ def test_casts_after_a_gather(pool2: RankPool) -> None:
         "columns": "scaled_form",
         "scaled_after_any": "scale_not_constant",
     }
-    for run in pool2.run(hoist_graphs, timeout=200):
+    for run in pool2.run(hoist_graphs):
         assert {name for name, _ in run} == set(sites) | set(reasons)
         for (name, dynamic), (equal, difference, decisions) in run.items():
             assert equal and difference < 0.01, (name, dynamic)
@@ -267,7 +267,7 @@ def mismatch_error(rank: int, world: int) -> str:
 
 
 def test_a_product_that_ranks_cast_differently_is_named(pool2: RankPool) -> None:
-    for text in pool2.run(mismatch_error, timeout=60):
+    for text in pool2.run(mismatch_error):
         assert text.startswith("PlanMismatchError")
         assert "rank 0: float8: forward matmul of 'down' by tensorwise" in text, text
         assert "rank 1: float8: forward matmul of 'down' in 16 bits (filtered: the fp8 filter refuses" in text, text
@@ -299,7 +299,7 @@ def manual_sharding_error(rank: int, world: int) -> str:
 
 def test_manually_sharded_weight_is_named(pool2: RankPool) -> None:
     """The rank that waits at an op raises first. The other one waits in c10d, and raises afterwards."""
-    other, message = pool2.run(manual_sharding_error, timeout=60)
+    other, message = pool2.run(manual_sharding_error)
     assert message.startswith(
         "PlanMismatchError: rank 0 of the group compiled another plan than rank 1, and did not reach this op"
     ), message

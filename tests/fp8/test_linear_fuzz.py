@@ -16,7 +16,7 @@ from tests.harness.ranks import RankPool
 
 COMPILED = [1, 4, 13, 26]
 """Seeds that run with kernels. 1: two stores of one sum; the others: a kept gather that a weight gradient reads."""
-LOWERED = 20
+LOWERED = 10
 PER_JOB = 4
 MORE = int(os.environ.get("UB_OVERLAP_FUZZ", "0"))
 

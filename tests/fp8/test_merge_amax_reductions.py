@@ -101,7 +101,7 @@ def test_what_keeps_its_own(why: str) -> None:
 def test_gathered_weights(pool2: RankPool) -> None:
     """In-graph ZeRO-3 in float8 has one all_reduce of scales, and the results of one for each weight."""
     options = {"fp8": {"recipe": "tensorwise"}, "inner": "aot_eager", **NO_OVERLAP}
-    for off, on in pool2.run(both, "tests.models.zero3", {"layers": 2, "dtype": torch.bfloat16}, options, timeout=100):
+    for off, on in pool2.run(both, "tests.models.zero3", {"layers": 2, "dtype": torch.bfloat16}, options):
         scales = [sum(d.reason is Reason.SCALES for d in run.decisions) for run in (off, on)]
         assert scales == [4, 1]
         assert all(torch.equal(off.values[name], on.values[name]) for name in off.values)

@@ -1,10 +1,11 @@
-"""Pools of gloo ranks: long-lived spawned processes that run functions of tests.
+"""Pools of gloo ranks: long-lived processes that run functions of tests.
 
     pool = RankPool(2)
-    results = pool.run(function, *args, timeout=30)  # function(rank, world, *args) on each rank -> [of rank 0, of rank 1]
+    results = pool.run(function, *args)  # function(rank, world, *args) on each rank -> [of rank 0, of rank 1]
     pool.close()
 
-A rank that dies, hangs or fails alone ends the pool: all its processes are killed, and the next run starts new ones.
+A rank that dies, hangs, fails alone or breaks a group ends the pool: all its processes are killed, and the next run starts
+new ones.
 """
 
 from __future__ import annotations
@@ -30,9 +31,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.harness.processes import READ_AT_IMPORT, kill_process, start_process
+
+PATIENCE_S = 280.0
+"""Seconds for a call of all ranks, much more than any takes: CI has made calls of 20 seconds take over 100."""
+WAIT_S = 270
+"""Deadline of the waits within a call, in seconds. It ends first, as its error says more."""
 SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    **READ_AT_IMPORT,
+    # Of a plan that ranks have compiled before they compare no digests again, so the first call waits for compilers.
+    "UB_OVERLAP_STEP_TIMEOUT_S": str(WAIT_S),
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_VISIBLE_DEVICES": "",
 }
@@ -104,9 +112,23 @@ def _run_job(job: _Job, rank: int, world: int) -> Any:
                 os.environ[key] = value
 
 
+def _broke_a_group(error: BaseException) -> bool:
+    """Return whether an error, or what it was raised from, leaves a group that later calls cannot use."""
+    if "ub_overlap.runtime.errors" not in sys.modules:
+        return False
+    from ub_overlap.runtime import errors
+
+    kinds = (errors.RankError, errors.SessionPoisonedError, errors.GroupAbortedError)
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, kinds):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
 def _serve(rank: int, world: int, port: int, timeout: float, folder: str, pipe: Connection) -> None:
     """Run one worker: join the world, then run jobs until the pipe closes."""
-    os.setsid()
     stacks = Path(folder, f"stacks.{rank}").open("w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     import torch
@@ -127,7 +149,8 @@ def _serve(rank: int, world: int, port: int, timeout: float, folder: str, pipe: 
         try:
             answer = pickle.dumps(("result", _run_job(job, rank, world)))
         except BaseException as error:  # noqa: BLE001 (every error is sent to the parent)
-            answer = pickle.dumps(("error", (type(error).__name__, str(error), traceback.format_exc())))
+            failure = (type(error).__name__, str(error), traceback.format_exc())
+            answer = pickle.dumps(("broken" if _broke_a_group(error) else "error", failure))
         sys.stdout.flush()
         sys.stderr.flush()
         try:
@@ -143,7 +166,7 @@ class RankPool:
     `collective_timeout`: gloo's own timeout in seconds. `env`: added to the workers' environment.
     """
 
-    def __init__(self, world: int, collective_timeout: float = 120.0, env: dict[str, str] | None = None) -> None:
+    def __init__(self, world: int, collective_timeout: float = WAIT_S, env: dict[str, str] | None = None) -> None:
         self.world = world
         self._collective_timeout = collective_timeout
         self._env = {**SETTINGS, **(env or {})}
@@ -168,11 +191,14 @@ class RankPool:
         self,
         function: Callable[..., Any] | str,
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = PATIENCE_S,
         env: dict[str, str] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Return the results of `function(rank, world, *args, **kwargs)` by rank. `env` applies to this call only."""
+        """Return the results of `function(rank, world, *args, **kwargs)` by rank. `env` applies to this call only.
+
+        `timeout`: seconds; RankTimeout after that, with the stacks of the ranks that are late.
+        """
         job = pickle.dumps(_Job(name_of(function), args, kwargs, list(sys.path), env or {}))
         if not self._processes:
             self._start()
@@ -183,11 +209,11 @@ class RankPool:
         except BaseException:
             self.close()
             raise
-        failures = {rank: payload for rank, (kind, payload) in answers.items() if kind == "error"}
+        failures = {rank: payload for rank, (kind, payload) in answers.items() if kind != "result"}
         if failures:
             unfinished = [rank for rank in range(self.world) if rank not in answers]
             in_step = len(failures) == self.world and len({failure[0] for failure in failures.values()}) == 1
-            if not in_step:
+            if not in_step or any(kind == "broken" for kind, _ in answers.values()):
                 self.close()
             raise RankError(self.world, failures, unfinished)
         return [answers[rank][1] for rank in range(self.world)]
@@ -195,10 +221,7 @@ class RankPool:
     def close(self) -> None:
         """Kill the workers and all processes that they started."""
         for process in self._processes:
-            for kill in (lambda pid: os.killpg(pid, signal.SIGKILL), lambda pid: os.kill(pid, signal.SIGKILL)):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    kill(process.pid)
-            process.join(10)
+            kill_process(process)
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes, self._store = [], [], None
@@ -211,26 +234,14 @@ class RankPool:
 
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
-        previous = {key: os.environ.get(key) for key in self._env}
-        os.environ.update(self._env)
+        for rank in range(self.world):
+            ours, theirs = multiprocessing.Pipe()
+            args = (rank, self.world, self._store.port, self._collective_timeout, self._folder, theirs)
+            self._processes.append(start_process(rank, _serve, args, {**os.environ, **self._env}))
+            theirs.close()
+            self._pipes.append(ours)
         try:
-            for rank in range(self.world):
-                ours, theirs = context.Pipe()
-                args = (rank, self.world, self._store.port, self._collective_timeout, self._folder, theirs)
-                process = context.Process(target=_serve, args=args, name=f"rank{rank}")
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._pipes.append(ours)
-        finally:
-            for key, value in previous.items():
-                if value is None:
-                    os.environ.pop(key, None)
-                else:
-                    os.environ[key] = value
-        try:
-            self._collect(120.0, "start of the ranks")
+            self._collect(PATIENCE_S, "start of the ranks")
         except BaseException:
             self.close()
             raise
@@ -256,7 +267,7 @@ class RankPool:
                     self._processes[rank].join(1)
                     code = self._processes[rank].exitcode
                     raise RankDied(f"{what}: the process of rank {rank} of {self.world} ended with code {code}") from None
-                if answers[rank][0] == "error" and not failed:
+                if answers[rank][0] in ("error", "broken") and not failed:
                     failed, deadline = True, min(deadline, time.monotonic() + GRACE)
         return answers
 
@@ -270,7 +281,9 @@ class RankPool:
         return "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists())
 
 
-def run_ranks(function: Callable[..., Any] | str, world: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any] | str, world: int, *args: Any, timeout: float = PATIENCE_S, **kwargs: Any
+) -> list[Any]:
     """Run once in a new pool, for tests that kill ranks or leave processes in a bad state."""
     with RankPool(world) as pool:
         return pool.run(function, *args, timeout=timeout, **kwargs)

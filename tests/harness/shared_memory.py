@@ -12,7 +12,11 @@ import secrets
 from collections.abc import Container
 from pathlib import Path
 
-TAG = os.environ.setdefault("UB_OVERLAP_SHM_TAG", f"tests{os.getpid()}{secrets.token_hex(4)}")
+TAG = os.environ.get("UB_OVERLAP_SHM_TAG", f"tests{os.getpid()}{secrets.token_hex(4)}")
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+if _WORKER and not TAG.endswith(_WORKER):  # a worker of pytest-xdist inherits the tag of pytest, and its ranks the worker's
+    TAG += _WORKER
+os.environ["UB_OVERLAP_SHM_TAG"] = TAG
 _NAME = f"ub_overlap-{TAG}-"
 
 

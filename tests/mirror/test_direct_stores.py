@@ -6,8 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-
 from benchmarks.direct_stores import merge
 from tests.gpu.launch import launch
 from ub_overlap.compiler.cost.profile import Profile
@@ -15,7 +13,6 @@ from ub_overlap.compiler.cost.profile import Profile
 PROFILES = Path(__file__).parents[2] / "compiler" / "cost" / "profiles"
 
 
-@pytest.mark.timeout(120)
 def test_rows_of_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text((PROFILES / "cpu.json").read_text())

@@ -9,18 +9,17 @@ from tests.harness.ranks import RankPool
 from . import rank_mirror
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("ranks", [3, 4, 8])
 def test_every_op(pool2: RankPool, ranks: int) -> None:
-    assert pool2.run(rank_mirror.every_op, ranks, timeout=100) == [[], []]
-    assert pool2.run(rank_mirror.real_group_after, timeout=30) == [[], []]
+    assert pool2.run(rank_mirror.every_op, ranks) == [[], []]
+    assert pool2.run(rank_mirror.real_group_after) == [[], []]
 
 
 def test_its_ranks_are_on_no_hosts(pool2: RankPool) -> None:
     """A mirrored group has more ranks than there are: graphs of other groups compile next to it."""
-    assert pool2.run(rank_mirror.hosts_of_a_mirror, timeout=60) == [("",), ("",)]
+    assert pool2.run(rank_mirror.hosts_of_a_mirror) == [("",), ("",)]
 
 
 def test_a_process_that_does_not_come_is_reported(pool2: RankPool) -> None:
-    found = pool2.run(rank_mirror.lost_process, timeout=60)
+    found = pool2.run(rank_mirror.lost_process)
     assert "READY" in found[0][0] and found[1] == []

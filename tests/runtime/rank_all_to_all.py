@@ -49,19 +49,20 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def start(name: str, sent: Tensor, out: list[int], of: list[int], slot: int = 0, **options: str) -> Tensor:
+def start(name: str, sent: Tensor, out: list[int], of: list[int], slot: int = 0, **options: Any) -> Tensor:
     return OPS.start_all_to_all(sent, out, of, *tail(name, slot, options))
 
 
-def finish(name: str, token: Tensor, sent: Tensor, out: list[int], of: list[int], slot: int = 0, **options: str) -> Tensor:
+def finish(name: str, token: Tensor, sent: Tensor, out: list[int], of: list[int], slot: int = 0, **options: Any) -> Tensor:
     return OPS.finish_all_to_all(token, sent, out, of, *tail(name, slot, options))
 
 
-def tail(name: str, slot: int, options: dict[str, str]) -> tuple[Any, ...]:
-    return slot, options.get("strategy", "bulk"), name, options.get("site", f"/exchange.{slot}")
+def tail(name: str, slot: int, options: dict[str, Any]) -> tuple[Any, ...]:
+    one_area = options.get("one_area", False)
+    return slot, one_area, options.get("strategy", "bulk"), name, options.get("site", f"/exchange.{slot}")
 
 
-def exchange(name: str, sent: Tensor, out: list[int], of: list[int], slot: int = 0, **options: str) -> Tensor:
+def exchange(name: str, sent: Tensor, out: list[int], of: list[int], slot: int = 0, **options: Any) -> Tensor:
     """Start and finish."""
     return finish(name, start(name, sent, out, of, slot, **options), sent, out, of, slot, **options)
 
@@ -187,15 +188,16 @@ def compiled(rank: int, world: int, inner: str) -> list[str]:
     name = rank_ops.group()
 
     def step(x: Tensor, counts: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        received = OPS.start_all_to_all(counts, [1] * world, [1] * world, 0, "bulk", name, "/counts")
-        theirs = OPS.finish_all_to_all(received, counts, [1] * world, [1] * world, 0, "bulk", name, "/counts")
+        received = OPS.start_all_to_all(counts, [1] * world, [1] * world, 0, False, "bulk", name, "/counts")
+        theirs = OPS.finish_all_to_all(received, counts, [1] * world, [1] * world, 0, False, "bulk", name, "/counts")
         of, out = counts.tolist(), theirs.tolist()
         scaled = x * 2
-        token = OPS.start_all_to_all(scaled, out, of, 0, "bulk", name, "/dispatch")
-        second = OPS.start_all_to_all(weight, [2] * world, [2] * world, 1, "bulk", name, "/weights")
+        token = OPS.start_all_to_all(scaled, out, of, 0, False, "bulk", name, "/dispatch")
+        second = OPS.start_all_to_all(weight, [2] * world, [2] * world, 1, False, "bulk", name, "/weights")
         hidden = weight @ weight.t()
-        tokens = OPS.finish_all_to_all(token, scaled, out, of, 0, "bulk", name, "/dispatch")
-        return tokens + 1, OPS.finish_all_to_all(second, weight, [2] * world, [2] * world, 1, "bulk", name, "/weights") * hidden
+        tokens = OPS.finish_all_to_all(token, scaled, out, of, 0, False, "bulk", name, "/dispatch")
+        even = [2] * world
+        return tokens + 1, OPS.finish_all_to_all(second, weight, even, even, 1, False, "bulk", name, "/weights") * hidden
 
     bad = []
     with torch._dynamo.config.patch(capture_scalar_outputs=True):

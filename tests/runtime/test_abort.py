@@ -27,7 +27,7 @@ def _told(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("where", ["bind", "plan check", "growth", "op"])
 def test_while_an_op_waits(pools: dict[int, RankPool], where: str) -> None:
-    first, *others = pools[3].run(rank_abort.within, where, timeout=90)
+    first, *others = pools[3].run(rank_abort.within, where)
     for found in first:
         _aborted(found)
         assert "the scheduler said so" in found["text"] and "thread 'supervisor'" in found["text"]
@@ -39,20 +39,20 @@ def test_while_an_op_waits(pools: dict[int, RankPool], where: str) -> None:
 
 
 def test_before_the_first_op(pools: dict[int, RankPool]) -> None:
-    (first,), *others = pools[2].run(rank_abort.before_the_first_op, timeout=90)
+    (first,), *others = pools[2].run(rank_abort.before_the_first_op)
     _aborted(first)
     for (found,) in others:
         _told(found)
 
 
 def test_with_a_hanging_store(pools: dict[int, RankPool]) -> None:
-    _aborted(pools[2].run(rank_abort.with_a_hanging_store, timeout=90)[0])
+    _aborted(pools[2].run(rank_abort.with_a_hanging_store)[0])
 
 
 def test_after_destroy() -> None:
     """A destroyed group is left alone, and so is a later group. A name that no group had is a mistake."""
     with RankPool(2) as pool:  # a separate pool: abort() covers all groups
-        for first, second, unknown, last in pool.run(rank_abort.after_destroy, timeout=90):
+        for first, second, unknown, last in pool.run(rank_abort.after_destroy):
             assert first["error"] == second["error"] == "", first
             assert unknown["error"] == "OptionError"
             _aborted(last)

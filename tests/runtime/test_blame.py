@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
 
 from . import rank_blame
-from .spawn import run_ranks
 
 STEP = 2.0
 TIMEOUT, MISMATCH = ("PeerTimeoutError",), ("SiteMismatchError",)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("kind", "how", "victim", "expected"),
     [
@@ -30,22 +29,20 @@ TIMEOUT, MISMATCH = ("PeerTimeoutError",), ("SiteMismatchError",)
 def test_every_error_names_the_victim(
     pools: dict[int, RankPool], kind: str, how: str, victim: int, expected: tuple[str, ...]
 ) -> None:
-    found = pools[4].run(rank_blame.delays, kind, how, victim, STEP, timeout=100)
+    found = pools[4].run(rank_blame.delays, kind, how, victim, STEP)
     for rank in set(range(4)) - {victim}:
         assert found[rank]["error"] in expected, found[rank]
         assert found[rank]["ranks"] == (victim,), (rank, found[rank]["text"])
 
 
-@pytest.mark.timeout(120)
 def test_a_killed_rank() -> None:
-    outcomes = run_ranks("tests.runtime.rank_blame:is_killed", 4, args=("AR", 2), timeout=100, wait_for=(0, 1, 3))
+    outcomes = observe_ranks("tests.runtime.rank_blame:is_killed", 4, args=("AR", 2), wait_for=(0, 1, 3))
     for rank in (0, 1, 3):
         assert (outcomes[rank].value["error"], outcomes[rank].value["ranks"]) == ("PeerTimeoutError", (2,)), outcomes[rank]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("where", ["op", "bind"])
 def test_a_job_that_was_stopped(pools: dict[int, RankPool], where: str) -> None:
-    for found in pools[2].run(rank_blame.all_stopped, where, 2.0, timeout=100):
+    for found in pools[2].run(rank_blame.all_stopped, where, 2.0):
         assert found["error"] == "", found
         assert found["seconds"] < 60

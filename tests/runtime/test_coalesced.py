@@ -11,16 +11,16 @@ from . import rank_coalesced
 
 @pytest.mark.parametrize(("world", "times", "strategy"), [(2, 120, "bulk"), (3, 60, "bulk"), (2, 40, "none")])
 def test_bits_equal_those_of_single_tensors(pools: dict[int, RankPool], world: int, times: int, strategy: str) -> None:
-    assert pools[world].run(rank_coalesced.equals_single, times, strategy, timeout=120) == [[]] * world
+    assert pools[world].run(rank_coalesced.equals_single, times, strategy) == [[]] * world
 
 
 @pytest.mark.parametrize("what", ["handles", "fakes"])
 def test_lists(pools: dict[int, RankPool], what: str) -> None:
-    assert pools[2].run(getattr(rank_coalesced, what), timeout=60) == [[], []]
+    assert pools[2].run(getattr(rank_coalesced, what)) == [[], []]
 
 
 def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
-    for found in pools[2].run(rank_coalesced.misuse, timeout=60):
+    for found in pools[2].run(rank_coalesced.misuse):
         assert [one["error"] for one in found] == ["OptionError"] * 7 + [""], found
         texts = [one["text"] for one in found[:7]]
         assert all("holds another collective than the one to finish" in text for text in texts[:3]), texts
@@ -31,5 +31,5 @@ def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
 
 def test_ranks_with_other_sizes(pools: dict[int, RankPool]) -> None:
     """Look-alike: as many bytes on all ranks, but tensors of other sizes."""
-    for found in pools[2].run(rank_coalesced.other_sizes, timeout=60):
+    for found in pools[2].run(rank_coalesced.other_sizes):
         assert found["error"] == "ShapeMismatchError" and "[4, 2]" in found["text"] and "[2, 2]" in found["text"], found

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
 from ub_overlap.cli import flight as merged
 from ub_overlap.runtime import ops, settings, stored_file
 from ub_overlap.runtime.session import flight
 
 from . import rank_flight
-from .spawn import run_ranks
 
 
 def test_records(pools: dict[int, RankPool]) -> None:
     """The last 256 of 300 calls, in order, with sites, shapes, states and times, the same on both ranks."""
-    rows = pools[2].run(rank_flight.records, 300, timeout=90)
+    rows = pools[2].run(rank_flight.records, 300)
     for rank, row in enumerate(rows):
         assert (row["rank"], row["ranks"], row["calls"], row["waiting_for"]) == (rank, 2, 300, [])
         assert row["transport"] == "shared memory" and row["device"] == "cpu"
@@ -46,13 +46,13 @@ def test_recording_is_cheap() -> None:
 
 
 def test_switched_off(pools: dict[int, RankPool], tmp_path: Path) -> None:
-    for found in pools[2].run(rank_flight.switched_off, str(tmp_path), timeout=60):
+    for found in pools[2].run(rank_flight.switched_off, str(tmp_path)):
         assert found == {"records": [], "path": "", "files": []}
 
 
 def test_an_error_has_a_file(pools: dict[int, RankPool], tmp_path: Path) -> None:
     """Every rank writes one. Merged, they name the rank that is behind, and the site."""
-    found = pools[3].run(rank_flight.fails, str(tmp_path), timeout=90)
+    found = pools[3].run(rank_flight.fails, str(tmp_path))
     for rank in (0, 1):
         path = found[rank]["path"]
         assert Path(path).parent == tmp_path and Path(path).name.startswith(f"rank{rank}-")
@@ -67,18 +67,16 @@ def test_an_error_has_a_file(pools: dict[int, RankPool], tmp_path: Path) -> None
     assert "the last call of rank 2, 3, is finished: all_gather_matmul at site '/site.2'" in text
 
 
-@pytest.mark.timeout(120)
 def test_a_signal_in_first_calls(tmp_path: Path) -> None:
     """It neither ends the process before there is a session, nor is lost after the last group was destroyed."""
-    for outcome in run_ranks("tests.runtime.rank_flight:signalled_at_first_calls", 2, args=(str(tmp_path),), timeout=100):
+    for outcome in observe_ranks("tests.runtime.rank_flight:signalled_at_first_calls", 2, args=(str(tmp_path),)):
         assert outcome.ended and not outcome.error, outcome
         for found in outcome.value:
             assert found.get("error", "") == "" and all(found.get(key, True) for key in ("file", "ended")), outcome
 
 
-@pytest.mark.timeout(120)
 def test_a_signal(tmp_path: Path) -> None:
-    for outcome in run_ranks("tests.runtime.rank_flight:signalled", 2, args=(str(tmp_path),), timeout=90):
+    for outcome in observe_ranks("tests.runtime.rank_flight:signalled", 2, args=(str(tmp_path),)):
         found = outcome.value
         assert found["error"] == "", found
         assert found["child"] == -10, "SIGUSR1 ends a forked child"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from .spawn import run_ranks
+from tests.harness.outcomes import observe_ranks
 
 
 def _values(function: str, *args: object) -> list[object]:
-    outcomes = run_ranks(f"tests.runtime.rank_forks:{function}", 2, args=args, timeout=100)
+    outcomes = observe_ranks(f"tests.runtime.rank_forks:{function}", 2, args=args)
     assert all(outcome.ended and not outcome.error for outcome in outcomes), outcomes
     return [outcome.value for outcome in outcomes]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
 
 from . import rank_fused
-from .spawn import run_ranks
 
 STEP = 2.5
 SLACK = 20.0
@@ -15,27 +15,27 @@ SLACK = 20.0
 
 @pytest.mark.parametrize(("world", "times"), [(2, 150), (4, 50)])
 def test_any_order_with_delays(pools: dict[int, RankPool], world: int, times: int) -> None:
-    assert pools[world].run(rank_fused.random_program, times, 200, world, timeout=120) == [[]] * world
+    assert pools[world].run(rank_fused.random_program, times, 200, world) == [[]] * world
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_close_to_float64(pools: dict[int, RankPool], world: int) -> None:
-    assert pools[world].run(rank_fused.close_to_float64, timeout=60) == [[]] * world
+    assert pools[world].run(rank_fused.close_to_float64) == [[]] * world
 
 
 @pytest.mark.parametrize("strategy", ["one_shot", "none"])
 def test_casts_are_close_to_float64(pools: dict[int, RankPool], strategy: str) -> None:
-    assert pools[2].run(rank_fused.casts_close_to_float64, strategy, timeout=60) == [[]] * 2
+    assert pools[2].run(rank_fused.casts_close_to_float64, strategy) == [[]] * 2
 
 
 def test_an_abort_names_the_fused_collective_that_waits(pools: dict[int, RankPool]) -> None:
-    own, theirs = pools[2].run(rank_fused.aborted, timeout=60)
+    own, theirs = pools[2].run(rank_fused.aborted)
     assert (own["error"], theirs["error"]) == ("GroupAbortedError", "PeerFailedError"), (own, theirs)
     assert all("fused_collective at site '/waits'" in found["text"] for found in (own, theirs)), (own, theirs)
 
 
 def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
-    for found in pools[2].run(rank_fused.misuse, timeout=60):
+    for found in pools[2].run(rank_fused.misuse):
         assert [one["error"] for one in found] == ["OptionError"] * 19 + [""], found
         texts = [one["text"] for one in found[:19]]
         wanted = (
@@ -65,7 +65,7 @@ def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
 
 @pytest.mark.parametrize("strategy", ["one_shot", "two_shot"])
 def test_a_skipped_call_names_the_rank(pools: dict[int, RankPool], strategy: str) -> None:
-    for found in pools[4].run(rank_fused.skipped, strategy, STEP, timeout=60)[:3]:
+    for found in pools[4].run(rank_fused.skipped, strategy, STEP)[:3]:
         assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (3,)), found
         assert "fused_collective at site '/fused', phase READY" in found["text"]
         assert STEP * 0.9 < found["seconds"] < STEP + SLACK
@@ -73,7 +73,7 @@ def test_a_skipped_call_names_the_rank(pools: dict[int, RankPool], strategy: str
 
 @pytest.mark.parametrize("strategy", ["one_shot", "two_shot"])
 def test_another_site_is_a_mismatch(pools: dict[int, RankPool], strategy: str) -> None:
-    for found in pools[2].run(rank_fused.other_site, strategy, timeout=60):
+    for found in pools[2].run(rank_fused.other_site, strategy):
         assert found["error"] == "SiteMismatchError", found
         assert "/order.0" in found["text"]
         assert "/order.1" in found["text"]
@@ -81,15 +81,15 @@ def test_another_site_is_a_mismatch(pools: dict[int, RankPool], strategy: str) -
 
 
 def test_a_rank_that_dies() -> None:
-    found = run_ranks("tests.runtime.rank_fused:dies", 2, args=(60.0,), timeout=60)[0].value
+    found = observe_ranks("tests.runtime.rank_fused:dies", 2, args=(60.0,))[0].value
     assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (1,)), found
     assert found["seconds"] < SLACK
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce"])
 def test_fakes(pools: dict[int, RankPool], collective: str) -> None:
-    assert pools[2].run(rank_fused.fake_sizes, collective, timeout=30) == [[]] * 2
+    assert pools[2].run(rank_fused.fake_sizes, collective) == [[]] * 2
 
 
 def test_a_table_picks_by_rows(pools: dict[int, RankPool]) -> None:
-    assert pools[2].run(rank_fused.by_size, timeout=30) == [["one_shot", "two_shot"]] * 2
+    assert pools[2].run(rank_fused.by_size) == [["one_shot", "two_shot"]] * 2

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
 
 from . import rank_hosts
-from .spawn import run_ranks
 
 STEP = 2.5
 SLACK = 20.0
@@ -18,20 +18,20 @@ SLACK = 20.0
 
 def test_any_order(pools: dict[int, RankPool]) -> None:
     """Results of random programs equal fp32 sums bit by bit, also of 16-bit inputs with fp32 results."""
-    assert pools[2].run(rank_hosts.run, "random_program", 80, 0, 2, timeout=120) == [[]] * 2
+    assert pools[2].run(rank_hosts.run, "random_program", 80, 0, 2) == [[]] * 2
 
 
 def test_the_collective_runs_between(pools: dict[int, RankPool]) -> None:
-    for found in pools[2].run(rank_hosts.runs_meanwhile, timeout=60):
+    for found in pools[2].run(rank_hosts.runs_meanwhile):
         assert found == {"ended": True, "copied": False, "right": True, "left": 0, "calls": 1, "transport": "c10d"}
 
 
 def test_several_at_once(pools: dict[int, RankPool]) -> None:
-    assert pools[2].run(rank_hosts.several_at_once, timeout=60) == [[]] * 2
+    assert pools[2].run(rank_hosts.several_at_once) == [[]] * 2
 
 
 def test_misuse_is_named_as_on_our_transport(pools: dict[int, RankPool]) -> None:
-    for found in pools[2].run(rank_hosts.run, "misuse", timeout=60):
+    for found in pools[2].run(rank_hosts.run, "misuse"):
         assert [one["error"] for one in found] == ["OptionError"] * 7 + [""], found
         texts = [one["text"] for one in found[:3]]
         assert "split slot 0 has no open collective" in texts[0]
@@ -40,11 +40,11 @@ def test_misuse_is_named_as_on_our_transport(pools: dict[int, RankPool]) -> None
 
 
 def test_in_a_graph(pools: dict[int, RankPool]) -> None:
-    assert pools[2].run(rank_hosts.run, "compiled", timeout=60) == [[]] * 2
+    assert pools[2].run(rank_hosts.run, "compiled") == [[]] * 2
 
 
 def test_a_rank_that_dies_between() -> None:
-    found = run_ranks("tests.runtime.rank_hosts:dies_between", 2, args=(STEP,), timeout=60)[0].value
+    found = observe_ranks("tests.runtime.rank_hosts:dies_between", 2, args=(STEP,))[0].value
     assert (found["error"], found["ranks"], found["cause"]) == ("PeerTimeoutError", (1,), "RuntimeError"), found
     assert "finish_collective at site '/split.0', group '" in found["text"]
     assert found["seconds"] < 2 * STEP
@@ -52,20 +52,20 @@ def test_a_rank_that_dies_between() -> None:
 
 def test_a_rank_that_stays_away(pools: dict[int, RankPool]) -> None:
     """The wait ends at the deadline of a step, and the ranks that wait know who does not."""
-    for found in pools[3].run(rank_hosts.stays_away, STEP, timeout=60)[:2]:
+    for found in pools[3].run(rank_hosts.stays_away, STEP)[:2]:
         assert (found["error"], found["ranks"], found["left"]) == ("PeerTimeoutError", (2,), 0), found
         assert "did not end within 2.5 s" in found["text"]
         assert STEP * 0.9 < found["seconds"] < 2 * STEP + SLACK
 
 
 def test_a_wait_that_is_aborted(pools: dict[int, RankPool]) -> None:
-    found = pools[2].run(rank_hosts.aborted, timeout=60)[0]
+    found = pools[2].run(rank_hosts.aborted)[0]
     assert found["error"] == "GroupAbortedError" and "enough" in found["text"], found
     assert "finish_collective at site '/split.0'" in found["text"] and found["seconds"] < 10
 
 
 def test_a_group_destroyed_with_an_open_collective(pools: dict[int, RankPool]) -> None:
-    assert pools[2].run(rank_hosts.freed, timeout=60) == [0, 0]
+    assert pools[2].run(rank_hosts.freed) == [0, 0]
 
 
 def test_the_process_ends_with_an_open_collective() -> None:
@@ -94,7 +94,7 @@ dist.destroy_process_group()
     ],
 )
 def test_hosts(pools: dict[int, RankPool], declared: str, environment: dict[str, str], expected: tuple[str, ...]) -> None:
-    for rank, (found, _) in enumerate(pools[4].run(rank_hosts.layouts, declared, environment, timeout=60)):
+    for rank, (found, _) in enumerate(pools[4].run(rank_hosts.layouts, declared, environment)):
         assert found == [expected, expected[::2]][: 2 - rank % 2]
 
 
@@ -112,11 +112,11 @@ def test_hosts(pools: dict[int, RankPool], declared: str, environment: dict[str,
 )
 def test_layouts(pools: dict[int, RankPool], declared: str, expected: tuple[int, int] | None) -> None:
     """Where a group has several ranks on each of several hosts. Look-alikes: every second rank, and the first two."""
-    for found in pools[4].run(rank_hosts.host_layouts, declared, timeout=60):
+    for found in pools[4].run(rank_hosts.host_layouts, declared):
         assert found == [expected, *[None] * (len(found) - 1)], found
 
 
 @pytest.mark.parametrize("declared", ["3", "0,1", "8", "none"])
 def test_hosts_that_do_not_fit(pools: dict[int, RankPool], declared: str) -> None:
-    for found, text in pools[4].run(rank_hosts.layouts, declared, {}, timeout=60):
+    for found, text in pools[4].run(rank_hosts.layouts, declared, {}):
         assert found is None and f"'{declared}', 4 ranks" in text and "UB_OVERLAP_HOSTS" in text

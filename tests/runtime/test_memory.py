@@ -7,19 +7,19 @@ import sys
 
 import pytest
 
+from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
 from tests.harness.shared_memory import list_processes_with_mappings
 from ub_overlap.runtime.session.host import host_id
 from ub_overlap.runtime.session.topology import Topology, choose_transport
 
 from . import rank_memory
-from .spawn import ROOT, run_ranks
 
 
 @pytest.mark.parametrize("topic", ["grow/", "grown/"])
 def test_killed_while_growing(topic: str) -> None:
     """Nothing of a growth remains when a rank is killed in it: neither of the dead rank nor in the survivor."""
-    survivor = run_ranks("tests.runtime.rank_memory:killed_growing", 2, args=(topic,), timeout=100)[0].value
+    survivor = observe_ranks("tests.runtime.rank_memory:killed_growing", 2, args=(topic,))[0].value
     assert (survivor["error"], survivor["ranks"]) == ("PeerTimeoutError", (1,)), survivor
     assert "rank 1 of the group is gone" in survivor["text"]
     assert survivor["seconds"] < 20
@@ -31,7 +31,7 @@ def test_killed_while_growing(topic: str) -> None:
 
 def test_a_peer_that_cannot_be_reached() -> None:
     """All ranks run plain collectives, with the reason of one of them."""
-    values = [outcome.value for outcome in run_ranks("tests.runtime.rank_memory:unreachable", 2, timeout=100)]
+    values = [outcome.value for outcome in observe_ranks("tests.runtime.rank_memory:unreachable", 2)]
     assert [value["bad"] for value in values] == [[], []]
     assert {value["transport"] for value in values} == {"c10d"}
     assert len({value["reason"] for value in values}) == 1
@@ -42,7 +42,7 @@ def test_a_peer_that_cannot_be_reached() -> None:
 
 def test_interrupted_allocation(pools: dict[int, RankPool]) -> None:
     """Signals delay an allocation, and end it only after the deadline."""
-    for bad, found in pools[2].run(rank_memory.interrupted, timeout=60):
+    for bad, found in pools[2].run(rank_memory.interrupted):
         assert bad == []
         assert found["error"] == "ArenaError", found
         assert "signals that interrupt each attempt" in found["text"]
@@ -50,7 +50,7 @@ def test_interrupted_allocation(pools: dict[int, RankPool]) -> None:
 
 
 def test_addresses(pools: dict[int, RankPool]) -> None:
-    for reasons, good, closed, error in pools[2].run(rank_memory.addresses, timeout=60):
+    for reasons, good, closed, error in pools[2].run(rank_memory.addresses):
         assert "No such file" in reasons.pop(2)
         assert all("is not the memory that the peer made" in reason for reason in reasons), reasons
         assert good == ""
@@ -60,12 +60,12 @@ def test_addresses(pools: dict[int, RankPool]) -> None:
 
 def test_limits_of_a_segment(pools: dict[int, RankPool]) -> None:
     """Its size is sealed, only its user may open it, and neither programs nor forked children inherit it."""
-    assert pools[2].run(rank_memory.limits_of_a_segment, timeout=60) == [([], "0o600", False, 0)] * 2
+    assert pools[2].run(rank_memory.limits_of_a_segment) == [([], "0o600", False, 0)] * 2
 
 
 def test_released_at_destroy() -> None:
     """Also after a failure, which keeps the session for its error text."""
-    for outcome in run_ranks("tests.runtime.rank_memory:released_at_destroy", 2, timeout=60):
+    for outcome in observe_ranks("tests.runtime.rank_memory:released_at_destroy", 2):
         value = outcome.value
         assert value["bad"] == []
         assert value["failed"] == "ShapeMismatchError"
@@ -100,7 +100,7 @@ def test_host_id_in_a_namespace(flags: list[str], differing: str) -> None:
     """Ranks in pid or time namespaces of their own are distinguished; IPC namespaces do not matter."""
     program = "from ub_overlap.runtime.session.host import host_id; print(host_id('cpu'))"
     command = [sys.executable, "-c", program]
-    apart = subprocess.run(["unshare", *flags, "-f", *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    apart = subprocess.run(["unshare", *flags, "-f", *command], capture_output=True, text=True, timeout=60)
     if "unshare" in apart.stderr:
         pytest.skip(f"no permission to create a namespace: {apart.stderr.strip()}")
     reason = choose_transport(Topology(hosts=(host_id("cpu"), apart.stdout.strip()))).reason

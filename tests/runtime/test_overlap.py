@@ -11,7 +11,7 @@ from . import rank_sessions
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_copies_run_beside_matmuls(pools: dict[int, RankPool], world: int) -> None:
-    for found in pools[world].run(rank_sessions.latched, timeout=60):
+    for found in pools[world].run(rank_sessions.latched):
         assert found["bad"] == []
         stats = found["stats"]["/latched.ag"]
         assert (stats["calls"], stats["strategy"], stats["transport"]) == (1, "pipelined", "shared memory")
@@ -28,7 +28,7 @@ def test_copies_run_beside_matmuls(pools: dict[int, RankPool], world: int) -> No
 def test_direct_products_travel_with_their_matmul(pools: dict[int, RankPool]) -> None:
     """A direct scatter has one matmul and no copy; an all_reduce copies in its second phase alone."""
     shard = 40 * 3 * 4  # bytes
-    for found in pools[4].run(rank_sessions.direct_steps, timeout=60):
+    for found in pools[4].run(rank_sessions.direct_steps):
         assert found["bad"] == []
         assert [step[1:3] for step in found["scatter"] if step[2] in ("matmul", "copy")] == [("COMPUTE", "matmul")]
         assert {step[1] for step in found["scatter"]} == {"COMPUTE"}

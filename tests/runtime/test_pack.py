@@ -166,7 +166,7 @@ def managed_by_fsdp(rank: int, world: int) -> tuple[int, str]:
 
 
 def test_fsdp_is_left_alone(pool2: RankPool) -> None:
-    for packed, error in pool2.run(managed_by_fsdp, timeout=120):
+    for packed, error in pool2.run(managed_by_fsdp):
         assert packed == 2 and "FSDP manages them" in error and "layers.0" in error
 
 

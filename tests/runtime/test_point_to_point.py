@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
 from ub_overlap.runtime.session.channels import PIECE_BYTES, ROUND, SlotPlan, cut_slots
 
 from . import rank_point_to_point as ranks
-from .spawn import run_ranks
 
 STEP = 2.0
 SLACK = 20.0
@@ -16,18 +16,18 @@ SLACK = 20.0
 
 @pytest.mark.parametrize(("world", "seed"), [(2, 1), (2, 2), (3, 3)])
 def test_any_order_and_size(pools: dict[int, RankPool], world: int, seed: int) -> None:
-    assert pools[world].run(ranks.random_messages, seed, 12, timeout=60) == [[]] * world
+    assert pools[world].run(ranks.random_messages, seed, 12) == [[]] * world
 
 
 def test_an_early_receive_delays_no_send(pools: dict[int, RankPool]) -> None:
-    first, second = pools[2].run(ranks.early_receive, timeout=60)
+    first, second = pools[2].run(ranks.early_receive)
     assert first["value"] == [3.0] * 4
     assert second == {"value": [4.0] * 4, "before": False}
 
 
 def test_messages_of_several_slots(pools: dict[int, RankPool]) -> None:
     size = 20 * ROUND
-    assert pools[2].run(ranks.several_slots, timeout=60) == [{"held": [size, size], "wrong": [], "error": "OptionError"}] * 2
+    assert pools[2].run(ranks.several_slots) == [{"held": [size, size], "wrong": [], "error": "OptionError"}] * 2
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_slots_of_a_size(size: int, messages: int, plan: SlotPlan) -> None:
 
 
 def test_dtypes_and_layouts(pools: dict[int, RankPool]) -> None:
-    assert pools[2].run(ranks.dtypes, timeout=60) == [[], []]
+    assert pools[2].run(ranks.dtypes) == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_dtypes_and_layouts(pools: dict[int, RankPool]) -> None:
     [("size", "float [8], tag 0", "[4]"), ("dtype", "double [4], tag 0", "float"), ("tag", "[4], tag 5", "tag 0")],
 )
 def test_a_mismatch_names_both_ends(pools: dict[int, RankPool], what: str, got: str, expected: str) -> None:
-    sender, receiver = pools[2].run(ranks.mismatch, what, timeout=60)
+    sender, receiver = pools[2].run(ranks.mismatch, what)
     assert receiver["error"] == "ShapeMismatchError", receiver
     assert receiver["ranks"] == (0,)
     text = receiver["text"].lower()
@@ -70,7 +70,7 @@ def test_a_mismatch_names_both_ends(pools: dict[int, RankPool], what: str, got: 
 
 
 def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
-    for found in pools[2].run(ranks.misuse, timeout=60):
+    for found in pools[2].run(ranks.misuse):
         assert [one["error"] for one in found] == ["OptionError"] * 7 + [""], found
 
 
@@ -78,7 +78,7 @@ def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
 def test_a_stage_that_fails(how: str) -> None:
     """Its neighbours name it within twice the deadline, and the others end too. More in test_stage.py."""
     survivors = (0, 2, 3)
-    outcomes = run_ranks("tests.runtime.rank_point_to_point:stage_fails", 4, (STEP, how), timeout=60, wait_for=survivors)
+    outcomes = observe_ranks("tests.runtime.rank_point_to_point:stage_fails", 4, (STEP, how), wait_for=survivors)
     for rank in survivors:
         found = outcomes[rank].value
         assert found is not None, outcomes[rank]
@@ -90,7 +90,7 @@ def test_a_stage_that_fails(how: str) -> None:
 
 
 def test_a_message_without_a_receiver(pools: dict[int, RankPool]) -> None:
-    found, _ = pools[2].run(ranks.no_receiver, STEP, timeout=60)
+    found, _ = pools[2].run(ranks.no_receiver, STEP)
     assert found["first"] == ["", ""]
     assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (1,)), found
     assert "send at site 'channel 0 -> 1', phase DONE" in found["text"]
@@ -98,31 +98,31 @@ def test_a_message_without_a_receiver(pools: dict[int, RankPool]) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_torch_distributed_uses_channels(pools: dict[int, RankPool], world: int) -> None:
-    assert pools[world].run(ranks.c10d, timeout=60) == [[]] * world
+    assert pools[world].run(ranks.c10d) == [[]] * world
 
 
 def test_ranks_in_different_numbers_of_groups(pools: dict[int, RankPool]) -> None:
-    assert pools[3].run(ranks.unequal_groups, timeout=60) == [[2.0, 12.0], [0.0, 10.0], [1.0, 11.0]]
+    assert pools[3].run(ranks.unequal_groups) == [[2.0, 12.0], [0.0, 10.0], [1.0, 11.0]]
 
 
 def test_torch_distributed_raises_our_errors(pools: dict[int, RankPool]) -> None:
-    _, receiver = pools[2].run(ranks.c10d_mismatch, timeout=60)
+    _, receiver = pools[2].run(ranks.c10d_mismatch)
     assert receiver["error"] == "ShapeMismatchError", receiver
     assert "recv at site 'channel 0 -> 1'" in receiver["text"]
     assert (receiver["completed"], receiver["success"]) == (True, False)
 
 
 def test_the_backend_by_its_name(pools: dict[int, RankPool]) -> None:
-    assert pools[2].run(ranks.registered, timeout=60) == [[[0.0, 0.0], 2.0, True, False, "OptionError"]] * 2
+    assert pools[2].run(ranks.registered) == [[[0.0, 0.0], 2.0, True, False, "OptionError"]] * 2
 
 
 def test_ranks_of_two_hosts(pools: dict[int, RankPool]) -> None:
-    assert pools[2].run(ranks.other_hosts, timeout=60) == [0.0, 10.0]
+    assert pools[2].run(ranks.other_hosts) == [0.0, 10.0]
 
 
 def test_a_setup_that_fails(pools: dict[int, RankPool]) -> None:
     """The group is unusable afterwards, on all ranks: a second attempt would read what the first one left."""
-    first, second = pools[2].run(ranks.setup_fails, timeout=60)
+    first, second = pools[2].run(ranks.setup_fails)
     assert [first[0]["error"], first[0]["ranks"], second[0]["error"]] == ["PeerFailedError", (1,), "ArenaError"], (
         first,
         second,
@@ -132,14 +132,14 @@ def test_a_setup_that_fails(pools: dict[int, RankPool]) -> None:
 
 
 def test_a_silent_rank_without_transport(pools: dict[int, RankPool]) -> None:
-    assert pools[3].run(ranks.silent_rank_without_transport, timeout=60) == [[0.0, 1.0, 2.0]] * 2 + [[]]
+    assert pools[3].run(ranks.silent_rank_without_transport) == [[0.0, 1.0, 2.0]] * 2 + [[]]
 
 
 def test_first_messages_of_two_threads(pools: dict[int, RankPool]) -> None:
-    got = pools[2].run(ranks.first_messages_of_two_threads, timeout=90)
+    got = pools[2].run(ranks.first_messages_of_two_threads)
     assert got == [[[[1.0 - rank] * 4, ["", ""]]] * 3 for rank in range(2)]
 
 
 def test_a_destroyed_group(pools: dict[int, RankPool]) -> None:
-    for found in pools[2].run(ranks.closed, timeout=60):
+    for found in pools[2].run(ranks.closed):
         assert found["error"] in ("SessionPoisonedError", "PeerTimeoutError"), found

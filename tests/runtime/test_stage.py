@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import pytest
 
+from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.point_to_point.send_order import Outgoing, SendOrder
 
 from . import rank_stage as ranks
-from .spawn import run_ranks
 
 STEP = 2.0
 SLACK = 20.0
 
 
 def test_the_gradient_arrives_before_weight_gradients_are_computed(pools: dict[int, RankPool]) -> None:
-    _, last = pools[2].run(ranks.gradient_arrives_before_weights, True, "early", timeout=120)
+    _, last = pools[2].run(ranks.gradient_arrives_before_weights, True, "early")
     assert last["calls"] == ranks.MICROBATCHES and not last["late"] and last["has_all"], last
 
 
 def test_the_latch_holds_a_send_that_comes_late(pools: dict[int, RankPool]) -> None:
     """The test above would fail if the send came behind the weight gradients."""
-    _, last = pools[2].run(ranks.gradient_arrives_before_weights, False, "late", timeout=120)
+    _, last = pools[2].run(ranks.gradient_arrives_before_weights, False, "late")
     assert last["late"] == [*range(ranks.MICROBATCHES)] and last["has_all"], last
 
 
 def test_a_v_of_stages_that_overlaps_forward_and_backward(pools: dict[int, RankPool]) -> None:
-    assert pools[2].run(ranks.order_of_messages, timeout=120) == [[], []]
+    assert pools[2].run(ranks.order_of_messages) == [[], []]
 
 
 def test_ranks_that_are_late_at_random(pools: dict[int, RankPool]) -> None:
     """By hand for longer: python -m tests.soak pipeline."""
-    assert pools[4].run(ranks.delayed_steps, 2, 4, timeout=150) == [[]] * 4
+    assert pools[4].run(ranks.delayed_steps, 2, 4) == [[]] * 4
 
 
 @pytest.mark.parametrize(("how", "name"), [("kill", "Interleaved1F1B"), ("stop", "1F1B"), ("drop", "ZBVZeroBubble")])
@@ -40,7 +40,7 @@ def test_a_stage_that_fails_within_a_schedule(how: str, name: str) -> None:
     """Every other rank's error names it within twice the deadline, and which message waited."""
     survivors = (0, 2, 3)
     function = "tests.runtime.rank_stage:stage_fails_in_a_schedule"
-    outcomes = run_ranks(function, 4, (STEP, how, name), timeout=100, wait_for=survivors)
+    outcomes = observe_ranks(function, 4, (STEP, how, name), wait_for=survivors)
     for rank in survivors:
         found = outcomes[rank].value
         assert found is not None, outcomes[rank]

@@ -24,14 +24,14 @@ from . import rank_stage_data_parallel as ranks
 def test_gradients_are_those_of_one_process(pools: dict[int, RankPool], name: str, kind: str) -> None:
     """Also in the second step. Buckets are reduced once per step and stage, not per microbatch."""
     stages = 1 if name == "1F1B" else 2
-    for found in pools[4].run(ranks.gradients, name, kind, timeout=120):
+    for found in pools[4].run(ranks.gradients, name, kind):
         assert found["wrong"] == [], found
         assert found["deferred"] >= ranks.STEPS * ranks.MICROBATCHES * stages, found
         assert found["reduced"] == (ranks.STEPS * stages if kind in ("ddp", "unused") else 0), found
 
 
 def test_wrappings_that_reduce_each_microbatch_are_refused(pools: dict[int, RankPool]) -> None:
-    for parts, buckets, static in pools[2].run(ranks.refused, timeout=60):
+    for parts, buckets, static in pools[2].run(ranks.refused):
         assert parts.startswith("fully_shard is applied to parts of a stage only"), parts
         assert buckets.startswith("DistributedDataParallel is applied to parts of a stage only"), buckets
         assert "static_graph" in static

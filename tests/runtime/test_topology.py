@@ -194,7 +194,7 @@ def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("any_link", [False, True])
 @pytest.mark.parametrize("nvlink", [True, False, None])
 def test_a_group_bound_on_faked_gpus(pools: dict[int, RankPool], nvlink: bool | None, any_link: bool) -> None:
-    for rank, found in enumerate(pools[2].run(rank_initialize.gpus, nvlink, any_link, timeout=60)):
+    for rank, found in enumerate(pools[2].run(rank_initialize.gpus, nvlink, any_link)):
         line = found["lines"][-1]
         assert f"on cuda:{rank} (Fake): rank {rank} of 2, transport {found['transport']}" in line
         assert found["error"] is None

@@ -102,7 +102,7 @@ def test_stop_waits_for_memory_that_is_being_freed(monkeypatch: pytest.MonkeyPat
 def test_a_peer_that_gave_up(world: int) -> None:
     """All ranks log a peer's failure, also idle ones. They still raise it later with its class and text."""
     with RankPool(world) as pool:
-        for rank, found in enumerate(pool.run(work.watched, timeout=60)):
+        for rank, found in enumerate(pool.run(work.watched)):
             assert found["bad"] == []
             (line,) = found["lines"]
             for text in (line, found["raised"]):
@@ -113,4 +113,4 @@ def test_a_peer_that_gave_up(world: int) -> None:
 
 def test_check_where_all_is_well() -> None:
     with RankPool(2) as pool:  # a separate pool: check() covers all groups, and other tests break theirs
-        assert pool.run(work.unpoisoned, timeout=60) == [[]] * 2
+        assert pool.run(work.unpoisoned) == [[]] * 2

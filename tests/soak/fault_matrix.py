@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from tests.runtime.spawn import Outcome, run_ranks
+from tests.harness.outcomes import Outcome, observe_ranks
 
 OPS = ("AG", "RS", "AR", "bulk")
 ALL_OPS = (*OPS, "SAG", "SRS")
@@ -124,7 +124,7 @@ def play(fault: Fault, device: str, ranks: int, deadline: float, victim: int = 1
     living = [rank for rank in range(ranks) if rank != victim or fault.victim_lives]
     patience = PATIENCE if fault.is_death else 1.0
     clock = time.monotonic()
-    outcomes = run_ranks(
+    outcomes = observe_ranks(
         f"tests.soak.rank_faults:{fault.function}",
         ranks,
         args=(device, fault.kind, fault.how, patience * deadline, victim),

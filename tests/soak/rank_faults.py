@@ -1,6 +1,6 @@
 """Rank functions of the fault matrix: one rank, the victim, fails. Every living rank returns its observations.
 
-Ranks are processes of tests/runtime/spawn.py, with a gloo world. Every function returns a `Seen` as a dict. `kind`: the op
+Ranks are processes of tests/harness/outcomes.py, with a gloo world. Every function returns a `Seen` as a dict. `kind`: the op
 (tests/gpu/cases.py), or "graph". `how`: the variant of the fault.
 """
 

@@ -9,6 +9,7 @@ import torch
 
 from tests.gpu.lockstep import Lockstep
 from tests.runtime.rank_all_to_all import DTYPES, exchange, finish, same, sample_matrices, sides, start
+from tests.runtime.rank_one_area import permutation
 from ub_overlap.runtime.session import session
 
 
@@ -33,25 +34,31 @@ def all_pieces(lockstep: Lockstep, group: str) -> str:
     return f"{count} exchanges, bitwise"
 
 
-def random_orders(lockstep: Lockstep, group: str, steps: int, rows: int) -> str:
-    """Start and finish in a random order, with pieces of up to `rows` rows. Single ranks are late."""
+def random_orders(lockstep: Lockstep, group: str, steps: int, rows: int, permutations: float = 0.0) -> str:
+    """Start and finish in a random order, with pieces of up to `rows` rows. Single ranks are late.
+
+    `permutations`: the share of exchanges that send all rows of a rank to one rank, with one landing area.
+    """
     order, mine = lockstep.shared_random(5), lockstep.own_random(5)
     opened: dict[int, tuple[Any, ...]] = {}
     results = []
 
     def end(slot: int) -> None:
-        token, sent, out, of, want = opened.pop(slot)
-        results.append((finish(group, token, sent, out, of, slot), want))
+        options, token, sent, out, of, want = opened.pop(slot)
+        results.append((finish(group, token, sent, out, of, slot, **options), want))
 
     for step in range(steps):
         slot = order.randrange(3)
         if mine.random() < 0.2:
             lockstep.sleep_on_device(mine.random() * 0.001)
         matrix = [[order.choice((0, 1, rows)) for _ in range(lockstep.ranks)] for _ in range(lockstep.ranks)]
+        options: dict[str, Any] = {}
+        if order.random() < permutations:
+            matrix, options = permutation(lockstep.ranks, order, rows), {"one_area": True, "site": f"/step.{slot}"}
         if slot in opened:
             end(slot)
         sent, out, of, want = on_device(lockstep, matrix, (64,), torch.bfloat16, seed=step)
-        opened[slot] = start(group, sent, out, of, slot), sent, out, of, want
+        opened[slot] = options, start(group, sent, out, of, slot, **options), sent, out, of, want
     for slot in sorted(opened):
         end(slot)
     lockstep.sync()
@@ -128,6 +135,11 @@ def test_pieces(lockstep: Lockstep, group: str) -> None:
 @pytest.mark.parametrize(("steps", "rows"), [(40, 7), (60, 30_000)])
 def test_random_orders(lockstep: Lockstep, group: str, steps: int, rows: int) -> None:
     lockstep.note(random_orders(lockstep, group, steps, rows))
+
+
+@pytest.mark.parametrize("rows", [7, 30_000])
+def test_random_orders_with_one_area(lockstep: Lockstep, group: str, rows: int) -> None:
+    lockstep.note(random_orders(lockstep, group, 40, rows, permutations=0.7))
 
 
 def test_rounds(lockstep: Lockstep, group: str) -> None:

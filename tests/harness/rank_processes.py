@@ -1,0 +1,32 @@
+"""Functions of ranks for test_processes.py. This module imports nothing of ub_overlap."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+
+def state(rank: int, world: int) -> dict[str, Any]:
+    """Return what a rank's process has at its start."""
+    return {
+        "hash": hash("ub_overlap"),
+        "imported": [name for name in ("torch", "ub_overlap") if name in sys.modules],
+        "session": os.getsid(0) == os.getpid(),
+        "variable": os.environ.get("UB_OVERLAP_TEST_VARIABLE"),
+        "threads": os.environ["OMP_NUM_THREADS"],
+    }
+
+
+def fail(rank: int, world: int, kind: str) -> None:
+    """Raise an error of a class of ub_overlap, or of Python, on all ranks."""
+    from ub_overlap.runtime import errors
+
+    if kind == "from":
+        try:
+            raise errors.PeerTimeoutError("a peer did not arrive", ranks=(1 - rank,))
+        except errors.PeerTimeoutError as error:
+            raise RuntimeError("the call around it") from error
+    if kind == "poisoned":
+        raise errors.SessionPoisonedError("an earlier error")
+    raise ValueError("a bad argument")

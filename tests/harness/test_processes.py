@@ -1,0 +1,45 @@
+"""Processes of ranks are like new ones: variables of the test, sessions of their own, hash seeds that differ."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from tests.harness import rank_processes
+from tests.harness.outcomes import observe_ranks
+from tests.harness.processes import READ_AT_IMPORT, kill_process, start_process
+from tests.harness.ranks import RankError, RankPool
+
+FUNCTION = f"{rank_processes.__name__}:state"
+
+
+def test_new_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("first", "second"):  # the servers of the first call have other variables
+        monkeypatch.setenv("UB_OVERLAP_TEST_VARIABLE", value)
+        zero, one = (outcome.value for outcome in observe_ranks(FUNCTION, 2))
+        assert zero["hash"] != one["hash"], "a plan that depends on the order of a set is equal on these ranks"
+        for found in (zero, one):
+            assert found["imported"] == ["torch"] and found["session"] and found["threads"] == "1"
+            assert found["variable"] == value
+    monkeypatch.delenv("UB_OVERLAP_TEST_VARIABLE")
+    assert observe_ranks(FUNCTION, 1)[0].value["variable"] is None
+
+
+def test_kill_of_a_process() -> None:
+    """A process is gone when kill_process returns, also one that has just started."""
+    process = start_process(0, time.sleep, (60.0,), {**os.environ, **READ_AT_IMPORT})
+    kill_process(process)
+    assert process.exitcode == -9 and not os.path.exists(f"/proc/{process.pid}/exe")
+
+
+def test_pools_after_errors() -> None:
+    """Ranks serve on after an error that all of them raise, and end where a group is broken: the next test has new ones."""
+    with RankPool(2) as pool:
+        pool.run(rank_processes.state)
+        for kind, stays in (("argument", True), ("from", False), ("poisoned", False)):
+            before = pool.pids
+            with pytest.raises(RankError):
+                pool.run(rank_processes.fail, kind)
+            assert pool.pids == (before if stays else [])
