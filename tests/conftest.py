@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
-# A graph out of Inductor's cache makes no plan. Without this, what a test compiles depends on the tests and the runs before it.
-# Set before torch is imported, here and in all processes of tests. A test of caches turns them on.
+# Read when torch is imported, here and in all processes of tests.
+# A graph out of Inductor's cache makes no plan. With it, what a test compiles depends on the tests and the runs before it. A
+# test of caches turns it on.
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE_DEFAULT", "0")
+# Two processes of pytest and their ranks share the cores. Processes that compile for Inductor would each import torch first.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+if sys.platform == "linux":
+    os.environ.setdefault("CXX", str(Path(__file__).parent / "harness/bin/g++"))
 
 import pytest
 from hypothesis import settings

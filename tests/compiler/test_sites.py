@@ -79,10 +79,11 @@ def package_pool(request: pytest.FixtureRequest) -> Iterator[tuple[RankPool, dic
         yield pool, {name: entry for name, entry in EXTERNAL.items() if name.startswith(prefix)}
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_external(package_pool: tuple[RankPool, dict[str, Any]], inner: str) -> None:
-    """Third-party models, parallelised by their own code, are overlapped. The full list runs once, on 2 ranks."""
+def test_external(package_pool: tuple[RankPool, dict[str, Any]]) -> None:
+    """Third-party models, parallelised by their own code, are overlapped: all on 2 ranks, and one on 4 and under Inductor."""
     pool, named = package_pool
-    chosen = named if pool.world == 2 and inner == "aot_eager" else dict(list(named.items())[:1])
-    for module, variant in chosen.values():
-        check(pool, module, variant, {"overlap": "force", "inner": inner})
+    one = dict(list(named.items())[:1])
+    runs = [(named, "aot_eager"), (one, "inductor")] if pool.world == 2 else [(one, "aot_eager")]
+    for chosen, inner in runs:
+        for module, variant in chosen.values():
+            check(pool, module, variant, {"overlap": "force", "inner": inner})

@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 
-PRELOADED = ["torch", "torch.distributed.tensor.parallel", "torch._inductor.compile_fx"]
+PRELOADED = ["torch", "torch.distributed.tensor.parallel", "tests.harness.probed_inductor"]
 PRELOADED_WITH_CUDA = ["torch"]  # Inductor counts GPUs when it is imported, and then torch refuses CUDA in forked processes
 READ_AT_IMPORT = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """Variables that torch reads when it is imported: the same in all processes of ranks, whatever `environment` holds."""
