@@ -23,14 +23,14 @@ from benchmarks.ops.table import derive, mean, summary
 from benchmarks.ops.table import text as ops_text
 from benchmarks.plot import _title as plot_title
 from benchmarks.plot import draw
-from tests.harness.ranks import RankPool
+from tests.harness.ranks import PATIENCE_S, RankPool
 from ub_overlap.tools.rank_process import World
 
 ROOT = Path(__file__).resolve().parents[1]
 FACTS = {"date", "ranks", "device", "devices", "driver", "torch", "cuda", "nccl", "commit", "command", "build", "rows"}
 
 
-def torchrun(ranks: int, module: str, arguments: Sequence[str], timeout: float = 240) -> str:
+def torchrun(ranks: int, module: str, arguments: Sequence[str], timeout: float = PATIENCE_S) -> str:
     """Return the output of a benchmark on CPU ranks."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
     command = [*launch, "--rdzv-endpoint", "localhost:0", "-m", module, "--device", "cpu", *arguments]

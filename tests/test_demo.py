@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.harness.ranks import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 SMALL = ["--device", "cpu", "--steps", "3", "--dim", "64", "--layers", "1", "--seq", "32", "--inner", "aot_eager"]
@@ -24,7 +26,7 @@ def demo(arguments: Sequence[str], *, cwd: Path = ROOT, **environment: str) -> s
         cwd=cwd,
         text=True,
         capture_output=True,
-        timeout=240,
+        timeout=PATIENCE_S,
         check=False,
         env={**os.environ, **environment},
     )
@@ -118,7 +120,7 @@ def test_readme_example() -> None:
     example = EXAMPLES / "tp_mlp.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     done = subprocess.run(
-        [*torchrun, "--rdzv-endpoint", "localhost:0", example], text=True, capture_output=True, timeout=240, check=False
+        [*torchrun, "--rdzv-endpoint", "localhost:0", example], text=True, capture_output=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all_gather_matmul" in done.stdout

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.ranks import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = (".*", "__pycache__", "*.egg-info", "*.so", "_C_build.json", "build", "dist")
 HIDDEN_SOURCES = (".ci", ".clang-format", ".gitignore")
@@ -28,7 +30,7 @@ def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> st
         cwd=cwd,
         text=True,
         capture_output=True,
-        timeout=280,
+        timeout=PATIENCE_S,
         check=False,
         env={**os.environ, **environment},
     )
@@ -125,7 +127,7 @@ def python(code: str, *, site: Path, cwd: Path) -> str:
         cwd=cwd,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
         env={**os.environ, "PYTHONPATH": str(site)},
     )
@@ -202,7 +204,7 @@ def test_importing_everything_touches_no_gpu() -> None:
         "[getattr(ub_overlap, name) for name in ub_overlap.__all__]; "
         "print(torch.cuda.is_initialized(), dist.is_initialized())"
     )
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=PATIENCE_S, check=False)
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.harness.ranks import RankPool
+from tests.harness.ranks import PATIENCE_S, RankPool
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.reasons import Reason
 
@@ -32,7 +32,7 @@ MLP_SITES, BLOCK_SITES = (6, 6), (12, 12)
 two all_reduces, concurrent with matmuls that the assignment leaves to them."""
 
 
-def run(ranks: int, flags: str, *, timeout: float = 100.0) -> tuple[int, str]:
+def run(ranks: int, flags: str, *, timeout: float = PATIENCE_S) -> tuple[int, str]:
     """Return (exit code, output) of a torchrun, which is killed with all its ranks after `timeout` seconds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     process = subprocess.Popen(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.ranks import PATIENCE_S
 from ub_overlap import _versions
 from ub_overlap.cli import doctor
 
@@ -78,7 +79,7 @@ def refuse(stub: Path, **environment: str) -> str:
     command = [sys.executable, str(ROOT / "setup.py"), "-q", "build_ext", "--build-lib", str(stub / "out")]
     env = {**os.environ, "PYTHONPATH": str(stub), "PYTHONSAFEPATH": "1", **environment}
     env.pop("CUDA_HOME", None)
-    done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=PATIENCE_S, check=False)
     assert done.returncode != 0
     return done.stderr
 

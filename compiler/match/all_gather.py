@@ -17,7 +17,7 @@ from torch.fx import Node
 from ub_overlap.runtime.fp8.numerics import FLOAT8
 
 from ..graph.aten import dtype_of, readers
-from ..graph.matmul import FLOATS
+from ..graph.matmul import FLOATS, comes_from_matmul
 from ..joint.joint_decision import joint_decision
 from ..plan.reasons import Reason
 from .collectives import Collective
@@ -75,7 +75,7 @@ def _wire_dtype(walk: GatherWalk, dtype: torch.dtype) -> torch.dtype | Miss:
 
 
 def _explain_no_matmul(walk: GatherWalk) -> Miss:
-    """Why the gather has no consumer. If the graph only returns the gathered tensor, say where else to look."""
+    """Why the gather has no consumer. Say where else to look, or what to do, where the graph shows it."""
     if why := joint_decision(walk.collective.node).why_unmatched:
         return Miss(*why)
     detail = "no matmul reads the gathered tensor"
@@ -85,4 +85,6 @@ def _explain_no_matmul(walk: GatherWalk) -> Miss:
         detail += f": {min(others).name} does"
     elif any(u.op == "output" for n in walk.aliases for u in n.users):
         detail += ", which leaves the graph: a matmul of another graph may (after a graph break or DDPOptimizer's split)"
+    if comes_from_matmul(walk.collective.input):
+        detail += "; it is the result of a matmul, which may stay sharded: loss_parallel reads shards of logits"
     return Miss(Reason.NO_MATMUL, detail)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ub_overlap
+from tests.harness.ranks import PATIENCE_S
 from ub_overlap import __main__ as cli
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
@@ -49,7 +50,12 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 def run(arguments: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "ub_overlap", *arguments], cwd=cwd, text=True, capture_output=True, timeout=120, check=False
+        [sys.executable, "-m", "ub_overlap", *arguments],
+        cwd=cwd,
+        text=True,
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.ranks import PATIENCE_S
 from ub_overlap.cli import cache, main
 
 OURS = (
@@ -122,7 +123,7 @@ def test_the_question(answer: str, code: int, store: Path) -> None:
     ours, theirs = pty.openpty()
     os.write(ours, f"{answer}\n".encode())
     command = [sys.executable, "-m", "ub_overlap", "clear-cache"]
-    done = subprocess.run(command, stdin=theirs, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, stdin=theirs, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     os.close(theirs)
     os.close(ours)
     assert done.returncode == code and "remove 9 files? [y/N]" in done.stdout, done.stderr

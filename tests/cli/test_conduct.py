@@ -13,6 +13,7 @@ import pytest
 
 from tests.diff.samples import before, graphs, report, with_clone
 from tests.harness.no_home import leave_home
+from tests.harness.ranks import PATIENCE_S
 from ub_overlap.cli import build_parser, doctor, failures, info, main
 from ub_overlap.cli.parsers import Parser, all_parsers
 from ub_overlap.compiler.plan.plan import Plan
@@ -216,7 +217,7 @@ def test_help_starts_without_heavy_imports() -> None:
         "import sys\nfrom ub_overlap.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
         "print([m for m in ('torch', 'numpy', 'rich', 'jinja2', 'tabulate', 'msgspec', 'yaml') if m in sys.modules])"
     )
-    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -225,7 +226,7 @@ def test_a_closed_pipe_is_no_error(folder: Path) -> None:
     sites = [{**report()["sites"][0], "id": f"forward.{i}"} for i in range(5000)]
     (folder / "long.json").write_text(json.dumps({**report(), "sites": sites, "graphs": []}))
     command = f"{PYTHON} -m ub_overlap explain long.json | head -1; echo codes ${{PIPESTATUS[@]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.stderr == "" and done.stdout.splitlines()[-1] == "codes 141 0"
 
 
@@ -242,7 +243,7 @@ def test_a_closed_pipe_is_no_error(folder: Path) -> None:
 def test_output_that_cannot_be_written(command: str, code: int, folder: Path) -> None:
     """A full device is an error in one line; a stdout that was closed before the start is none."""
     done = subprocess.run(
-        ["bash", "-c", f"{PYTHON} -m ub_overlap {command}"], capture_output=True, text=True, timeout=60, check=False,
+        ["bash", "-c", f"{PYTHON} -m ub_overlap {command}"], capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         env={**os.environ, "PYTHONUNBUFFERED": ""},
     )  # fmt: skip
     assert done.returncode == code, done.stderr
@@ -258,7 +259,7 @@ def test_a_locale_without_utf8(encoding: str, folder: Path) -> None:
     done = subprocess.run(
         [PYTHON, "-X", "utf8=0", "-m", "ub_overlap", "explain", "wide.json", "--dot", "x.dot", "--html", "x.html"],
         env={**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"},
-        capture_output=True, timeout=60, check=False,
+        capture_output=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "layers.\\u5c42." in done.stdout.decode(encoding)

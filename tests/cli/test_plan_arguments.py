@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.ranks import PATIENCE_S
 from ub_overlap.cli import main
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from ub_overlap.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -39,9 +40,13 @@ def test_bad_arguments_are_found_before_any_work(arguments: tuple[str, ...], sai
     """Without torch a check that comes too late is another error."""
     (tmp_path / "bad.json").write_text('{"forward.0": "sideways"}')
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, "plan", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", WITHOUT_TORCH, "plan", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 2 and done.stdout == "", done.stderr
     assert said in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -49,7 +54,12 @@ def test_bad_arguments_are_found_before_any_work(arguments: tuple[str, ...], sai
 def test_calibrate_outside_of_torchrun_is_found_before_torch_is_loaded() -> None:
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, "calibrate"], env=env, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", WITHOUT_TORCH, "calibrate"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 2 and "torchrun --nproc-per-node N -m ub_overlap calibrate" in done.stderr
 
@@ -100,7 +110,7 @@ def run_in_a_terminal(*arguments: str, **variables: str) -> tuple[str, str]:
         if not part:
             break
         shown += part
-    out, _ = run.communicate(timeout=60)
+    out, _ = run.communicate(timeout=PATIENCE_S)
     os.close(ours)
     assert run.returncode == 0, shown
     return out, shown.decode()
@@ -124,5 +134,5 @@ def test_no_progress_if_not_wanted(flag: str) -> None:
 
 
 def test_no_progress_in_a_file() -> None:
-    done = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.stdout, done.stderr) == ("the answer\n", "")

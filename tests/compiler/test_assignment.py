@@ -16,7 +16,7 @@ from torch.fx import Graph
 from tests.compiler.brute import best, gain, legal
 from tests.compiler.dags import Dag, aten, inputs_of, module_of, random_dag
 from tests.compiler.rank_compile import world_name
-from tests.harness.ranks import RankPool
+from tests.harness.ranks import PATIENCE_S, RankPool
 from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.plan.strategy import Mode
@@ -224,7 +224,9 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(p for p in (os.environ.get("PYTHONPATH", ""), root) if p)
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "77"}
-    other = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=120, check=True).stdout
+    other = subprocess.run(
+        command, env=environment, cwd=root, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    ).stdout
     here = "".join(decided(random_dag(seed, nodes=25)).plan.to_json() + "\n" for seed in range(8))
     assert other == here and here.count('"strategy": "bulk"') > 5
 

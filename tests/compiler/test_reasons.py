@@ -63,6 +63,19 @@ def test_form_is_refused(pool2: RankPool, name: str) -> None:
                 assert [why(d) for d in outcome.decisions if d["phase"] == phase] == [reason.value]
 
 
+def test_gathered_logits(pool2: RankPool) -> None:
+    """A gather of what a matmul made says how to do without it; one of an activation does not."""
+    for module, variant, says in (
+        ("tests.models.dtensor_llama", {"head": "logits"}, True),
+        ("tests.models.forms", {"name": "gather_without_matmul"}, False),
+    ):
+        for outcome in pool2.run(compare, module, variant, FORCE):
+            outcome.check()
+            unmatched = [d for d in outcome.decisions if d["kind"] == "all_gather" and why(d) == Reason.NO_MATMUL.value]
+            assert [d["phase"] for d in unmatched if "loss_parallel" in d["detail"]] == (["forward"] if says else [])
+            assert unmatched
+
+
 class Maker:
     """Tensors and collectives of one rank."""
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from tests.cost.machine import PLAIN
+from tests.harness.ranks import PATIENCE_S
 from ub_overlap.compiler.cost import SiteShape, candidates, choose, load, matmul_time, predict
 from ub_overlap.compiler.cost.choice import MARGIN, MARGIN_US
 from ub_overlap.compiler.cost.curve import at, between
@@ -155,7 +156,7 @@ def test_same_in_every_process() -> None:
             env={**__import__("os").environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
             check=True,
         )
         outs.add(done.stdout)

@@ -18,6 +18,7 @@ import pytest
 from benchmarks.graph_diff import graph
 from tests.diff.devtools import BROWSER
 from tests.diff.samples import report
+from tests.harness.ranks import PATIENCE_S
 from ub_overlap.compiler.diff.graph_store import PlanGraphs
 from ub_overlap.compiler.diff.render import html
 
@@ -59,7 +60,7 @@ def browse(folder: Path, found: dict[str, Any], steps: str) -> dict[str, Any]:
         str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1600,900",
         f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=8000", "--dump-dom", path.as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     outcome = re.search(r'<pre id="outcome">(.*?)</pre>', done.stdout, re.S)
     assert outcome, done.stdout[-2000:] + done.stderr[-2000:]
     result: dict[str, Any] = json.loads(unescape(outcome[1]))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.diff.samples import before, graphs, report, with_clone
+from tests.harness.ranks import PATIENCE_S
 from ub_overlap import __main__ as cli
 from ub_overlap.cli import doctor
 
@@ -86,7 +87,7 @@ def test_what_is_no_report(text: str, stored: Path, tmp_path: Path, capsys: pyte
 def test_explain_needs_no_torch(stored: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; from ub_overlap.cli import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
-        [sys.executable, "-c", code, "explain", str(stored)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, "explain", str(stored)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 0 and "forward.0" in done.stdout, done.stderr
 
@@ -115,7 +116,7 @@ def test_doctor_where_torch_is_broken(torch: str, said: str, tmp_path: Path) -> 
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-m", "ub_overlap", "doctor", "--json"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     facts = json.loads(done.stdout)

@@ -18,6 +18,7 @@ import pytest
 
 from tests.compiler.test_plan import PLAN
 from tests.diff.samples import graphs, report
+from tests.harness.ranks import PATIENCE_S
 from ub_overlap import __main__ as cli
 from ub_overlap.compiler.cost import profile_lookup
 from ub_overlap.compiler.cost.profile import Profile
@@ -397,5 +398,5 @@ def test_no_msgspec_for_compiling() -> None:
         "from ub_overlap.runtime import autotune\n"
         "load('cpu'); parse_overrides({'forward.*': 'none'}); autotune._load(Path('nowhere'))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr

@@ -34,7 +34,7 @@ from typing import Any
 from tests.harness.processes import READ_AT_IMPORT, kill_process, start_process
 
 PATIENCE_S = 280.0
-"""Seconds for a call of all ranks, much more than any takes: CI has made calls of 20 seconds take over 100."""
+"""Seconds for a call of all ranks, or for a program, much more than any takes: CI has made 20 seconds take over 100."""
 WAIT_S = 270
 """Deadline of the waits within a call, in seconds. It ends first, as its error says more."""
 SETTINGS = {

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.ranks import PATIENCE_S
 from tests.test_docs import ROOT
 
 CASES = "import pytest\n@pytest.mark.parametrize('case', range(6))\ndef test_case(case): pass\n"
@@ -27,7 +28,7 @@ def test_tests_of_a_file_run_in_one_worker(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-v", "-n", "2", "-p", "tests.harness.workers", "tests"]
     paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     done = subprocess.run(
-        command, cwd=tmp_path, env={**environment, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120
+        command, cwd=tmp_path, env={**environment, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=PATIENCE_S
     )
     workers = defaultdict(set)
     for worker, file in re.findall(r"^\[(gw\d)\].* PASSED (\S+)::", done.stdout, re.MULTILINE):

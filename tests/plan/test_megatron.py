@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.compiler.rank_compile import FORCE, build, decisions_of
-from tests.harness.ranks import RankPool
+from tests.harness.ranks import PATIENCE_S, RankPool
 from ub_overlap.cli import main
 from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.overrides.override_set import parse_overrides
@@ -125,7 +125,7 @@ def test_import_needs_no_torch(tmp_path: Path) -> None:
     code = (
         f"import sys; from ub_overlap.cli import main; main(['import-cfg', {str(path)!r}]); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S, capture_output=True)
 
 
 def decided(rank: int, world: int) -> tuple[dict[str, str], list[str]]:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import symbolic_trace
 
 from tests.compiler.rank_compile import decisions_of
-from tests.harness.ranks import RankPool
+from tests.harness.ranks import PATIENCE_S, RankPool
 from ub_overlap.cli import main
 from ub_overlap.compiler.plan.decision import Decision, SiteSizes
 from ub_overlap.compiler.plan.plan import Plan
@@ -36,7 +36,7 @@ def run(*arguments: str, code: int = 0, cwd: Path | None = None) -> Any:
     """Run `python -m ub_overlap plan ... --json` in its own process. Return its JSON, or the error's text."""
     done = subprocess.run(
         [sys.executable, "-m", "ub_overlap", "plan", *arguments, "--json"],
-        text=True, capture_output=True, timeout=120, check=False, cwd=cwd,
+        text=True, capture_output=True, timeout=PATIENCE_S, check=False, cwd=cwd,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout) if code == 0 else done.stderr

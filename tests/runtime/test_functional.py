@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.harness.ranks import RankPool
+from tests.harness.ranks import PATIENCE_S, RankPool
 
 from . import rank_compiled
 from . import rank_functional as work
@@ -87,11 +87,11 @@ try:
 except ub_overlap.errors.OptionError as error:
     print(error.what)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.stdout == "no process group\n", done.stderr
 
 
 def test_the_face_is_lazy() -> None:
     code = "import sys, ub_overlap; assert 'torch' not in sys.modules; print(ub_overlap.matmul_reduce_scatter.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.stdout == "matmul_reduce_scatter\n", done.stderr

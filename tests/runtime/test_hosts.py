@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.harness.outcomes import observe_ranks
-from tests.harness.ranks import RankPool
+from tests.harness.ranks import PATIENCE_S, RankPool
 
 from . import rank_hosts
 
@@ -77,7 +77,7 @@ x = torch.ones(4)
 torch.ops.ub_overlap.start_collective(x, "all_reduce", "sum", x.dtype, 0, False, "none", dist.group.WORLD.group_name, "/open")
 dist.destroy_process_group()
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.harness.ranks import PATIENCE_S
 from ub_overlap.runtime import autotune
 from ub_overlap.runtime.extension import extension
 from ub_overlap.runtime.matmul_algorithms import gpu, loading, search, store, tuning
@@ -171,7 +172,7 @@ def test_a_second_process_uses_what_is_stored(cache: Path) -> None:
         f"digest = loading.load(0, store.{LIBRARY!r})\n"
         "print(digest, extension().matmul_algorithms(0), extension().matmul_algorithms(1))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert done.stdout.strip().endswith(f"{ {KEY: B} } {{}}")
     assert done.stdout.split()[0] == loading.load(0, LIBRARY) != ""
 

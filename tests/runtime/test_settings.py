@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from tests.harness.ranks import PATIENCE_S
 from ub_overlap.runtime import errors, ops, settings
 from ub_overlap.runtime.extension import check_build
 from ub_overlap.runtime.schedule.steps import FUSED_SLOTS, SLOTS, SPLIT_SLOTS
@@ -70,7 +71,7 @@ def test_no_extension() -> None:
         "u.find_spec = lambda n, *a: None if n == 'ub_overlap._C' else found(n, *a)\n"
         "try:\n import ub_overlap.runtime.ops\nexcept Exception as e: print(type(e).__name__, e)"
     )
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=PATIENCE_S, check=False)
     assert done.stdout.startswith("BuildMismatchError the compiled part of ub_overlap is missing"), done.stdout + done.stderr
 
 
