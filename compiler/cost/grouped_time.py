@@ -23,6 +23,8 @@ _OUTPUT_SIZE = 2
 """Bytes of an element of the product of float8 operands."""
 _LARGE = 128
 """Products with both sizes above this are computed by large tiles."""
+_THIN = 16
+"""Members of a batch with a size below this, such as sums over a token's experts, are no work for tiles: they move bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ def grouped_us(profile: Profile, dtype: str, groups: int, m: int, n: int, k: int
         m, n, k = (-(-size // groups) if name == divided else size for name, size in zip("mnk", (m, n, k), strict=True))
     c, layout = profile.compute, "tn" if divided == "k" else "nt"
     moved = groups * ((m * k + k * n) * SIZES[dtype] + m * n * max(SIZES[dtype], _OUTPUT_SIZE)) / (c.memory_gbs * 1e3)
+    if not divided and min(m, n, k) < _THIN:
+        return c.launch_us + max(2 * groups * m * n * k / (c.tflops.get(dtype, c.tflops["bfloat16"]) * 1e6), moved)
     if not divided:
         return max(matmul_us(profile, dtype, layout, m, n, k, groups), moved)
     if dtype not in _GROUPED_DTYPES or profile.key.get("device") == "cpu":

@@ -28,7 +28,7 @@ from ..cost.site_shape import SIZES
 from ..cost.site_sizes import Hints
 from ..graph.aten import alias_base, dtype_of, storage_node, tensor_of
 from ..graph.attention import FusedAttention, as_attention
-from ..graph.grouped_matmul import GroupedMatmul, as_grouped_matmul, is_grouped_matmul
+from ..graph.grouped_matmul import BATCH, GroupedMatmul, as_grouped_matmul, is_grouped_matmul
 from ..graph.matmul import as_matmul, is_matmul
 from ..graph.sizes import about, as_sizes, evaluate_size
 from ..match.collectives import Collective, is_collective
@@ -107,8 +107,13 @@ class NodeTimes:
         sizes = [evaluate_size(s, self.hints) for s in (matmul.groups, matmul.m, matmul.n, matmul.k)]
         if None in sizes or matmul.dtype not in SIZES:
             return 0.0
-        groups, m, n, k = (s for s in sizes if s is not None)
-        return grouped_us(self.profile, matmul.dtype, groups, about(m), about(n), about(k), matmul.divided)
+        groups, *members = (s for s in sizes if s is not None)
+        if matmul.divided == BATCH:  # a small size of all members, rounded, would be a tile in each
+            groups, *members = (about(s) if s >= 64 else s for s in (groups, *members))
+        else:
+            members = [about(s) for s in members]
+        m, n, k = members
+        return grouped_us(self.profile, matmul.dtype, groups, m, n, k, matmul.divided)
 
     def _attention_us(self, attention: FusedAttention) -> float:
         dtype = str(attention.dtype).removeprefix("torch.")

@@ -3,9 +3,10 @@
 //
 //     a site's first call    The ranks exchange the size of their largest piece. So pieces whose sizes never change need one
 //                            round from the second call on.
-//     every `window` calls   The areas grow to the largest piece of the window before the last one, and a quarter more. Each
-//                            rank publishes its largest piece of a window in its control block. A rank waits for peers that
-//                            have not ended that window: hosts are rarely so far apart.
+//     every `window` calls   The areas grow to what the window before the last one needed, and a quarter more. Each rank
+//                            publishes what its calls of a window needed in its control block: bytes of all areas, since a
+//                            call with one area and others share the slot. A rank waits for peers that have not ended that
+//                            window: hosts are rarely so far apart.
 //
 // A piece that is larger than its area is sent in rounds.
 #pragma once
@@ -25,8 +26,8 @@ constexpr int64_t max_areas_bytes = int64_t{1} << 30;
 class AreaGrowth {
   public:
     struct Need {
-        bool is_first = false;   // of its site: the ranks exchange their sizes
-        int64_t area_bytes = 0;  // that an area needs at least; without `is_first` equal on all ranks
+        bool is_first = false;  // of its site: the ranks exchange their sizes
+        int64_t bytes = 0;      // that all areas together need at least; without `is_first` equal on all ranks
     };
     // Counts the call, publishes its sizes, and returns what its areas need. Throws CallFailed for a peer that stays behind.
     Need count(const Call& call, Arena& arena);

@@ -64,7 +64,7 @@ int64_t Call::slot_bytes() const {
     int64_t bytes = landing_bytes() + table_bytes() + landing2_bytes();
     for (const Call& tensor : coalesced) bytes += tensor.slot_bytes();
     if (!is_fused) return bytes;
-    // The CPU lays the slots out as for other calls.
+    if (device < 0) return fused_slots * bytes;  // the CPU lays the slots out as for other calls
     return std::max(fused_slots * bytes, fused_memory_bytes(fused_region_bytes(grid, ranks, two_shot), ranks));
 }
 

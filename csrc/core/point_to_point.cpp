@@ -54,7 +54,7 @@ std::shared_ptr<Transfer> PointToPoint::issue(Message message) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) {
         // As after the memory of the channels is freed (ChannelBackend::channels_of): a caller cannot tell which comes first.
-        throw NamedError("OptionError", {{"what", "the group was destroyed"},
+        throw NamedError("OptionError", {{"what", "the group was destroyed, or its session closed"},
                                          {"where", std::string(message.op()) + " at " + message.site(rank)},
                                          {"fix", "make a new process group"}});
     }

@@ -247,16 +247,15 @@ void Session::set_up(Call& call, const std::function<void(Call&)>& prepare) {
 }
 
 void Session::grow_areas(Call& call) {
-    const auto area_bytes = [&] { return arena_->slot_bytes(call.slot()) / call.areas() / 256 * 256; };
     const AreaGrowth::Need need = areas_[call.split_slot].count(call, *arena_);
-    call.area_bytes = need.area_bytes;
     if (need.is_first) {
+        call.area_bytes = need.bytes / call.areas();
         hooks_.grow(call, true);
-    } else if (need.area_bytes > area_bytes()) {
-        call.area_bytes = std::min(need.area_bytes + need.area_bytes / 4, max_areas_bytes / call.areas());
+    } else if (need.bytes > arena_->slot_bytes(call.slot())) {
+        call.area_bytes = std::min(need.bytes + need.bytes / 4, max_areas_bytes) / call.areas();
         hooks_.grow(call, true);
     }
-    call.area_bytes = area_bytes();
+    call.area_bytes = arena_->slot_bytes(call.slot()) / call.areas() / 256 * 256;
 }
 
 void Session::run(Call& call, Executor& executor, const std::function<void(Call&)>& prepare) {

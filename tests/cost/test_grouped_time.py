@@ -15,6 +15,7 @@ from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.cost.grouped_time import grouped_us
 from ub_overlap.compiler.cost.matmul_time import matmul_us
 from ub_overlap.compiler.graph.grouped_matmul import GroupedMatmul, as_grouped_matmul
+from ub_overlap.compiler.windows.node_times import NodeTimes
 
 MEASURED = Path(__file__).resolve().parents[2] / "docs" / "data" / "grouped_matmul_h200.json"
 
@@ -48,6 +49,17 @@ def test_a_batch_reads_all_right_operands() -> None:
     assert (
         grouped_us(h200, "bfloat16", 64, 64, 4096, 4096, "") > read_us > 2 * matmul_us(h200, "bfloat16", "nt", 4096, 4096, 4096)
     )
+
+
+@pytest.mark.parametrize("sizes", [(8192, 1, 2048, 6), (8192, 1, 1, 4096), (4096, 64, 64, 2)])
+def test_thin_members_of_a_batch_move_bytes(sizes: tuple[int, int, int, int]) -> None:
+    """The sum over a token's experts, products of rows, and outer products are no tiles, also where the graph prices them."""
+    h200, (groups, m, n, k) = load("h200"), sizes
+    d = Dag()
+    node = d.call(aten.bmm.default, d.input("x", groups, m, k), d.input("y", groups, k, n))
+    bytes_us = groups * (m * k + k * n + m * n) * 2 / (h200.compute.memory_gbs * 1e3)
+    for us in (grouped_us(h200, "bfloat16", *sizes, ""), NodeTimes.of(d.graph, h200, {}).us(node)):
+        assert bytes_us < us < 1.1 * bytes_us + 2 * h200.compute.launch_us
 
 
 def test_sizes_in_a_graph() -> None:

@@ -76,6 +76,20 @@ def memory(rank: int, world: int) -> dict[str, int]:
     return found
 
 
+def shared_slot(rank: int, world: int) -> list[int]:
+    """Return the landing memory of a slot after each of 32 calls: large steps of a ring, and small pieces for all ranks, which
+    open the windows in which areas grow."""
+    name, found = fresh(world), []
+    ring = [[1 << 18 if d == (s + 1) % world else 0 for d in range(world)] for s in range(world)]  # 4 MiB
+    for call in range(32):
+        is_ring = call % 4 != 0
+        given = sides(rank, ring if is_ring else [[64] * world] * world, (4,))
+        options: dict[str, Any] = {"site": "/ring", "one_area": True} if is_ring else {}
+        assert same(exchange(name, *given[:3], 0, **options), given[3])
+        found.append(area_bytes(name, 0))
+    return found
+
+
 def misuse(rank: int, world: int, strategy: str) -> list[dict[str, Any]]:
     """Return the errors of rows for several peers, and from several. The group works afterwards."""
     name = fresh(world)

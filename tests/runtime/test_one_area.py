@@ -25,6 +25,12 @@ def test_memory(pools: dict[int, RankPool], world: int) -> None:
         assert found == {"True": 2 << 20, "False": world * (2 << 20)}
 
 
+def test_memory_of_a_slot_that_others_share(pools: dict[int, RankPool]) -> None:
+    """The large step fits as it is, whichever call opens the window that decides on growth."""
+    for found in pools[4].run(work.shared_slot):
+        assert set(found[1:]) == {4 << 20}, found
+
+
 @pytest.mark.parametrize("strategy", ["bulk", "none"])
 def test_misuse_is_named_and_harmless(pools: dict[int, RankPool], strategy: str) -> None:
     for found in pools[3].run(work.misuse, strategy):
