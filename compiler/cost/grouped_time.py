@@ -61,16 +61,17 @@ def grouped_us(profile: Profile, dtype: str, groups: int, m: int, n: int, k: int
         m, n, k = (-(-size // groups) if name == divided else size for name, size in zip("mnk", (m, n, k), strict=True))
     c, layout = profile.compute, "tn" if divided == "k" else "nt"
     moved = groups * ((m * k + k * n) * SIZES[dtype] + m * n * max(SIZES[dtype], _OUTPUT_SIZE)) / (c.memory_gbs * 1e3)
-    if not divided and min(m, n, k) < _THIN:
-        return c.launch_us + max(2 * groups * m * n * k / (c.tflops.get(dtype, c.tflops["bfloat16"]) * 1e6), moved)
+    rate = c.tflops.get(dtype, c.tflops["bfloat16"]) * 1e6  # operations a microsecond
     if not divided:
-        return max(matmul_us(profile, dtype, layout, m, n, k, groups), moved)
+        if min(m, n, k) >= _THIN:
+            return max(matmul_us(profile, dtype, layout, m, n, k, groups), moved)
+        return c.launch_us + max(2 * groups * m * n * k / rate, moved)
     if dtype not in _GROUPED_DTYPES or profile.key.get("device") == "cpu":
         return groups * matmul_us(profile, dtype, layout, m, n, k)
     kernels = _INNER if divided == "k" else _FLOAT8 if dtype == "float8" else _ROWS
     kernel = kernels[min(m, n) > _LARGE]
     at_once = max(1, c.units // kernel.units)
     waves = -(-groups * -(-m // kernel.rows) * -(-n // kernel.columns) // at_once)
-    rate = c.tflops.get(dtype, c.tflops["bfloat16"]) * 1e6 / at_once  # operations a microsecond
-    computed = waves * (2 * kernel.rows * kernel.columns * k / (rate * kernel.efficiency) + kernel.wave_us)
+    tile = 2 * kernel.rows * kernel.columns * k
+    computed = waves * (tile * at_once / (rate * kernel.efficiency) + kernel.wave_us)
     return kernel.setup_us + max(computed, moved / kernel.memory_share)
