@@ -71,6 +71,8 @@ def _run_rank(folder: str, port: int, world: int, function: str, args: tuple[Any
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=PATIENCE_S))
+    store.set(f"joined/{rank}", "")  # a rank that returns at once would close connections that others still set up
+    store.wait([f"joined/{r}" for r in range(world)])
     module, _, name = function.partition(":")
     begin = time.monotonic()
     try:

@@ -18,6 +18,15 @@ def state(rank: int, world: int) -> dict[str, Any]:
     }
 
 
+def configure(rank: int, world: int, seconds: float) -> float:
+    """Change a deadline and return the one that was in force."""
+    from ub_overlap.runtime import settings
+
+    before = settings.current().step_timeout_s
+    settings.configure(step_timeout_s=seconds)
+    return before
+
+
 def fail(rank: int, world: int, kind: str) -> None:
     """Raise an error of a class of ub_overlap, or of Python, on all ranks."""
     from ub_overlap.runtime import errors

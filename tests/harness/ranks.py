@@ -92,10 +92,25 @@ def _resolve(name: str) -> Callable[..., Any]:
     return found
 
 
+def _settings() -> Any:
+    """Return the settings of ub_overlap in this process, None where none were read."""
+    module = sys.modules.get("ub_overlap.runtime.settings")
+    return module._Holder.settings if module else None
+
+
+def _restore_settings(before: Any) -> None:
+    """Put the settings back that a job has changed: the next one must not inherit a deadline of 2 s."""
+    module = sys.modules.get("ub_overlap.runtime.settings")
+    if module and module.current() != (wanted := before or module.from_environment()):
+        module.keep(wanted)
+        module.apply()
+
+
 def _run_job(job: _Job, rank: int, world: int) -> Any:
     import torch
 
     sys.path[:] = job.path
+    settings = _settings()
     previous = {key: os.environ.get(key) for key in job.env}
     os.environ.update(job.env)
     if "torch._dynamo" in sys.modules:
@@ -110,6 +125,7 @@ def _run_job(job: _Job, rank: int, world: int) -> Any:
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = value
+        _restore_settings(settings)
 
 
 def _broke_a_group(error: BaseException) -> bool:

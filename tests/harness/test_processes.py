@@ -10,7 +10,7 @@ import pytest
 from tests.harness import rank_processes
 from tests.harness.outcomes import observe_ranks
 from tests.harness.processes import READ_AT_IMPORT, kill_process, start_process
-from tests.harness.ranks import RankError, RankPool
+from tests.harness.ranks import WAIT_S, RankError, RankPool
 
 FUNCTION = f"{rank_processes.__name__}:state"
 
@@ -43,3 +43,9 @@ def test_pools_after_errors() -> None:
             with pytest.raises(RankError):
                 pool.run(rank_processes.fail, kind)
             assert pool.pids == (before if stays else [])
+
+
+def test_settings_of_a_job_end_with_it() -> None:
+    with RankPool(2) as pool:
+        first, second = (pool.run(rank_processes.configure, 2.0) for _ in range(2))
+        assert first == second == [WAIT_S] * 2
