@@ -9,8 +9,6 @@
 namespace ub_overlap {
 namespace {
 
-constexpr int64_t line = 256;
-
 // Waits until `peer` has counted `calls` all_to_alls in the slot of `call`.
 void wait_for_calls(const Call& call, Arena& arena, int peer, uint64_t calls) {
     const std::atomic<uint64_t>& counted = arena.control(peer)->areas[call.split_slot].calls;
@@ -44,9 +42,8 @@ void wait_for_calls(const Call& call, Arena& arena, int peer, uint64_t calls) {
 
 AreaGrowth::Need AreaGrowth::count(const Call& call, Arena& arena) {
     const uint64_t number = calls_++, current = number / window;
-    // An area is a multiple of `line` bytes.
-    const int64_t piece = (call.largest_piece() + line - 1) / line * line, limit = max_areas_bytes / call.areas() / line * line;
-    const int64_t own = std::min(piece, limit) * call.areas();
+    const int64_t limit = max_areas_bytes / call.areas() / slot_line * slot_line;
+    const int64_t own = std::min(whole_lines(call.largest_piece()), limit) * call.areas();
     AreaRecord& record = arena.control(call.rank)->areas[call.split_slot];
     std::atomic<int64_t>& largest = record.largest[current % area_windows];
     const int64_t before = number % window == 0 ? 0 : largest.load(std::memory_order_relaxed);

@@ -5,11 +5,7 @@
 namespace ub_overlap {
 namespace {
 
-constexpr int64_t line = 256, scale_bytes = sizeof(float);
-
-int64_t whole_lines(int64_t bytes) {
-    return (bytes + line - 1) / line * line;
-}
+constexpr int64_t scale_bytes = sizeof(float);
 
 // Rows [first, last) of every block of a buffer, merged from regions that lie side by side.
 struct Range {

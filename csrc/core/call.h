@@ -78,6 +78,12 @@ struct Rounding {
 constexpr int64_t scale_block = 128;  // elements of a row that share a scale on a float8 wire
 constexpr DType wire_float8 = DType::e4m3;
 
+constexpr int64_t slot_line = 256;  // parts of a slot, such as areas, are multiples of so many bytes
+
+inline int64_t whole_lines(int64_t bytes) {
+    return (bytes + slot_line - 1) / slot_line * slot_line;
+}
+
 struct Call {
     OpKind op = OpKind::bulk;
     Collective collective = Collective::gather;

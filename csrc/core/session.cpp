@@ -255,7 +255,7 @@ void Session::grow_areas(Call& call) {
         call.area_bytes = std::min(need.bytes + need.bytes / 4, max_areas_bytes) / call.areas();
         hooks_.grow(call, true);
     }
-    call.area_bytes = arena_->slot_bytes(call.slot()) / call.areas() / 256 * 256;
+    call.area_bytes = arena_->slot_bytes(call.slot()) / call.areas() / slot_line * slot_line;
 }
 
 void Session::run(Call& call, Executor& executor, const std::function<void(Call&)>& prepare) {
