@@ -27,6 +27,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.gpu.shared_gpu.backend import NAME as HOST_GLOO
+from tests.gpu.shared_gpu.backend import register
 from ub_overlap.runtime import ops, settings
 from ub_overlap.runtime.session import session
 from ub_overlap.tools.rank_process import Deadline, RankProcess
@@ -46,8 +48,8 @@ class Lockstep(RankProcess):
     """
 
     def __init__(self, device_type: str, quick: bool) -> None:
-        """With UB_OVERLAP_TEST_NCCL=0 the world has gloo only, which starts no kernel. So has a world of more ranks than GPUs,
-        where ranks share GPUs: NCCL refuses that."""
+        """With UB_OVERLAP_TEST_NCCL=0 the world has gloo only, which starts no kernel. A world of more ranks than GPUs has
+        gloo over copies in host memory (tests/gpu/shared_gpu): ranks share GPUs there, which NCCL refuses."""
         self.device_type, self.quick = device_type, quick
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         cuda = device_type == "cuda"
@@ -55,7 +57,7 @@ class Lockstep(RankProcess):
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus) if cuda else torch.device("cpu")
         self.shares_gpu = cuda and self.ranks > gpus
         has_nccl = cuda and not self.shares_gpu and os.environ.get("UB_OVERLAP_TEST_NCCL", "1") != "0"
-        self.backend = "nccl" if has_nccl else "gloo"
+        self.backend = "nccl" if has_nccl else f"cpu:gloo,cuda:{HOST_GLOO}" if self.shares_gpu else "gloo"
         self.notes: list[tuple[str, str]] = []
         self._test = ""
         self._group: str | None = None
@@ -68,6 +70,8 @@ class Lockstep(RankProcess):
             torch.set_num_threads(1)
         more = {"device_id": self.device} if self.backend == "nccl" else {}
         with Deadline("start", 150):
+            if self.shares_gpu:
+                register()
             dist.init_process_group(self.backend, timeout=timedelta(seconds=120), **more)
             self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
             dist.barrier(group=self.control)

@@ -47,6 +47,7 @@ MODULES = (
     Module("generate", 600, 300),
     Module("recorded", 150, 80),
     Module("hosts", 150, 80),
+    Module("host_gloo", 150, 100),
     Module("point_to_point", 150, 80),
     Module("pipeline_stage", 240, 180),
     Module("dispatch", 300, 150),
@@ -87,6 +88,7 @@ def test_on_gpus(ranks: int, module: Module, request: pytest.FixtureRequest) -> 
         ("recorded", "RS"),
         ("hosts", "random_orders and 40"),
         ("mirror", "every_op and 4"),
+        ("host_gloo", "moved or reduced"),
     ],
 )
 def test_on_cpu_ranks(module: str, selection: str) -> None:

@@ -43,7 +43,9 @@ def load_parallel(config: Any, world: int, dtype: torch.dtype, attention: str = 
             folder = [mine]
         dist.broadcast_object_list(folder, src=0)
         previous = {key: os.environ.get(key) for key in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
-        os.environ.update(WORLD_SIZE=str(world), RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()))
+        rank = dist.get_rank()
+        local = rank % max(1, torch.cuda.device_count())  # ranks may share a GPU
+        os.environ.update(WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(local))
         try:
             plan = DistributedConfig(tp_size=world, tp_plan="auto")
             model = AutoModelForCausalLM.from_pretrained(

@@ -9,8 +9,6 @@ from tests.context_parallel.rank_attention import compare_forms
 from tests.gpu.lockstep import Lockstep
 from ub_overlap.runtime.session import session
 
-pytestmark = pytest.mark.own_gpus("NCCL is the reference")
-
 SPLIT = {"overlap": "off", "overrides": [{"strategy": "split"}]}
 FORMS = {
     "gathered": ("gathered", "", False, False),

@@ -21,8 +21,6 @@ from tests.gpu.lockstep import Lockstep
 from ub_overlap.runtime.data_parallel.landing_slots import LandingSlots
 from ub_overlap.runtime.session import session
 
-pytestmark = pytest.mark.own_gpus("NCCL is the reference")
-
 WIDTH, INNER, BLOCKS, ROWS = 512, 1411, 5, 96
 """INNER divides by no number of ranks, so shards are padded and their rows have odd addresses."""
 

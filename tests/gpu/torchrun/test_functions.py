@@ -262,13 +262,10 @@ def rebound(lockstep: Lockstep, group: str) -> str:
 
 
 RANKS = int(os.environ.get("WORLD_SIZE", "2"))
-NONE = pytest.param(
-    "none", marks=pytest.mark.own_gpus("gloo's functional collectives of GPU tensors end the process (torch 2.11)")
-)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("strategy", ["pipelined", f"pipelined:chunks={2 * RANKS}", "direct", NONE])
+@pytest.mark.parametrize("strategy", ["pipelined", f"pipelined:chunks={2 * RANKS}", "direct", "none"])
 @pytest.mark.parametrize("save", ["gathered", "shard"])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_layer(lockstep: Lockstep, group: str, dtype: torch.dtype, save: str, strategy: str, dim: int) -> None:

@@ -287,7 +287,6 @@ def test_a_skipped_call(lockstep: Lockstep, own_group: str, strategy: str, shape
             run_next()
 
 
-@pytest.mark.own_gpus("gloo's functional collectives of GPU tensors end the process (torch 2.11)")
 @pytest.mark.deadline(150)
 def test_compiled_layers(lockstep: Lockstep) -> None:
     """Under mode="reduce-overhead" every all_reduce is one kernel with residual and norm, and steps equal eager's."""

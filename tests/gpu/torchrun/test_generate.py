@@ -13,15 +13,19 @@ from tests.models.case import on
 from ub_overlap.runtime.session import session
 
 
-@pytest.mark.own_gpus("gloo's functional collectives of GPU tensors end the process (torch 2.11)")
 @pytest.mark.deadline(280)
 @pytest.mark.parametrize(("mode", "batches"), [("reduce-overhead", {"static": 5}), (None, {"static": 1, "dynamic": 2})])
 def test_tokens_are_the_same(lockstep: Lockstep, mode: str | None, batches: dict[str, int]) -> None:
-    """Every all_reduce is one kernel. A dynamic cache keeps results of a step, which CUDA graphs overwrite."""
+    """Every all_reduce is one kernel. A dynamic cache keeps results of a step, which CUDA graphs overwrite.
+
+    Ranks that share a GPU use no graphs: the gather of logits stays a collective of c10d, which gloo cannot capture.
+    """
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     options: dict[str, Any] = {"profile": "h200"}
-    options |= {"mode": mode} if lockstep.cuda and mode else {} if lockstep.cuda else {"inner": "aot_eager"}
+    if lockstep.ranks != 2:  # the profile has measured 2 ranks, so it weighs others with a larger margin
+        options["overrides"] = [{"strategy": "one_shot", "kind": "all_reduce"}]
+    options |= {"mode": mode} if lockstep.cuda and mode and not lockstep.shares_gpu else {} if lockstep.cuda else {"inner": "aot_eager"}
     with on(lockstep.device):
         found = rank_generate.run(lockstep.rank, lockstep.ranks, batches, 12, options)
     lockstep.sync()

@@ -279,7 +279,6 @@ COMPILED = [
 ]
 
 
-@pytest.mark.own_gpus("gloo's functional collectives of GPU tensors end the process (torch 2.11)")
 @pytest.mark.deadline(150)
 @pytest.mark.parametrize(("kwargs", "captures"), COMPILED)
 def test_compiled(lockstep: Lockstep, kwargs: dict[str, Any], captures: bool) -> None:

@@ -16,8 +16,6 @@ from tests.models.catalogue import DTENSOR, EXTERNAL, FSDP, MEGATRON, MESH, ODD,
 from tests.models.compare import compare
 from ub_overlap.runtime.session import session
 
-pytestmark = pytest.mark.own_gpus("gloo's functional collectives of GPU tensors end the process (torch 2.11)")
-
 EAGER, INDUCTOR = {"overlap": "force", "inner": "aot_eager"}, {"overlap": "force"}
 FIRST = (
     "llama_b2",

@@ -108,7 +108,7 @@ def test_captures_are_refused(lockstep: Lockstep) -> None:
             graph.capture_end()
 
 
-@pytest.mark.own_gpus("torch's own backend is NCCL")
+@pytest.mark.own_gpus("collectives of such a group are NCCL's")
 def test_batch_isend_irecv(lockstep: Lockstep) -> None:
     """c10d's calls on a group that `pipeline.make_group` makes. Collectives of the group stay NCCL's."""
     rank = dist.get_rank()

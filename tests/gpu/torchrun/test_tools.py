@@ -27,8 +27,6 @@ from ub_overlap.runtime.verify import TOLERANCE
 from ub_overlap.tools import exposed
 from ub_overlap.tools.rank_process import World, capture_graph
 
-pytestmark = pytest.mark.own_gpus("gloo's functional collectives of GPU tensors end the process (torch 2.11)")
-
 FORCE: dict[str, Any] = {"overlap": "force"}
 
 
@@ -184,6 +182,7 @@ def test_explain_with_measured_times(lockstep: Lockstep) -> None:
     lockstep.note(measured(lockstep))
 
 
+@pytest.mark.own_gpus("times are compared with NCCL's")
 @pytest.mark.deadline(120)
 def test_profiler_trace_and_exposed_communication(lockstep: Lockstep) -> None:
     lockstep.note(traced(lockstep))
