@@ -192,7 +192,17 @@ def _peer_timeout(fields: dict[str, str]) -> UbOverlapError:
         expected="" if is_gone else fields["expected"] or f"epoch {awaited}",
         fix=f"look at the log of rank {rank}"
         if is_gone
-        else f"look at the log and the stack of rank {rank}; if it is only slow, {fields['advice']}",
+        else f"look at the log and the stack of rank {rank}; if it is only slow, {fields['advice']}" + _queues_text(fields),
+    )
+
+
+def _queues_text(fields: dict[str, str]) -> str:
+    """Return what may block a message that both ends have issued, for `fix`; "" for other waits."""
+    if not (fields["expected"] and fields["got"]):
+        return ""
+    return (
+        "; on a GPU a message may be queued behind an earlier receive where streams outnumber the hardware queues: set "
+        "CUDA_DEVICE_MAX_CONNECTIONS=32 on all ranks"
     )
 
 

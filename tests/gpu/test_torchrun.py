@@ -48,7 +48,7 @@ MODULES = (
     Module("recorded", 150, 80),
     Module("hosts", 150, 80),
     Module("host_gloo", 150, 100),
-    Module("point_to_point", 150, 80),
+    Module("point_to_point", 150, 80, (("CUDA_DEVICE_MAX_CONNECTIONS", "32"),)),  # a stream for each of 2 (ranks - 1) channels
     Module("pipeline_stage", 240, 180),
     Module("dispatch", 300, 150),
     Module("mirror", 150, 90),

@@ -179,6 +179,13 @@ def test_group_lock_timeout(connections: str, monkeypatch: pytest.MonkeyPatch) -
     assert ("CUDA_DEVICE_MAX_CONNECTIONS=1" in error.fix) == (connections == "1") and error.fix
 
 
+@pytest.mark.parametrize(("got", "expected"), [("", ""), ("", "Float [8], tag 0"), ("Float [8], tag 0", "Float [8], tag 0")])
+def test_a_message_that_both_ends_issued(got: str, expected: str) -> None:
+    """The fix names the hardware queues for such a message only: one that a peer has not issued is not queued."""
+    error = errors.make("PeerTimeoutError", {**FIELDS, "phase": "READY", "got": got, "expected": expected})
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS=32" in error.fix) == bool(got)
+
+
 def test_errors_carry_their_ranks() -> None:
     for name in ("PeerTimeoutError", "ShapeMismatchError", "SiteMismatchError", "PeerFailedError", "DeviceTimeoutError"):
         error = errors.make(name, {**FIELDS, "ranks": "2"})

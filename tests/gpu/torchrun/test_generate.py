@@ -25,7 +25,10 @@ def test_tokens_are_the_same(lockstep: Lockstep, mode: str | None, batches: dict
     options: dict[str, Any] = {"profile": "h200"}
     if lockstep.ranks != 2:  # the profile has measured 2 ranks, so it weighs others with a larger margin
         options["overrides"] = [{"strategy": "one_shot", "kind": "all_reduce"}]
-    options |= {"mode": mode} if lockstep.cuda and mode and not lockstep.shares_gpu else {} if lockstep.cuda else {"inner": "aot_eager"}
+    if not lockstep.cuda:
+        options["inner"] = "aot_eager"
+    elif mode and not lockstep.shares_gpu:
+        options["mode"] = mode
     with on(lockstep.device):
         found = rank_generate.run(lockstep.rank, lockstep.ranks, batches, 12, options)
     lockstep.sync()
