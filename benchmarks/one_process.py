@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 
-from ub_overlap.tools.rank_process import RankProcess
+from ub_overlap.tools.rank_process import RankProcess, capture_graph
 
 
 @dataclass
@@ -21,3 +23,17 @@ class OneProcess(RankProcess):
     def gather(self, value: Any) -> list[Any]:
         """Return the value."""
         return [value]
+
+
+def graph_us(body: Callable[[], Any], process: RankProcess, rounds: int = 15) -> float:
+    """Return the median microseconds of `body` as a CUDA graph."""
+    replay, _ = capture_graph(body, process, warm=1)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(rounds + 3):
+        begin.record()
+        replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * begin.elapsed_time(end))
+    return median(times[3:])

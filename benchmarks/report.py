@@ -18,6 +18,7 @@ from .memory import table as memory
 from .ops import table as ops
 from .pipeline import table as pipeline
 from .plot import draw
+from .prefetch import table as prefetch
 
 __all__ = ["draw", "heading", "markdown", "ops_text"]
 
@@ -30,6 +31,7 @@ TEXTS = {
     "expert_parallel": expert_parallel.text,
     "grouped_matmul": grouped_matmul.text,
     "pipeline": pipeline.text,
+    "prefetch": prefetch.text,
     "decode": decode.text,
 }
 ops_text = ops.text

@@ -17,17 +17,16 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ub_overlap.runtime.extension import extension
-from ub_overlap.tools.rank_process import RankProcess, capture_graph
+from ub_overlap.tools.rank_process import RankProcess
 
 from .. import facts
-from ..one_process import OneProcess
+from ..one_process import OneProcess, graph_us
 from ..timing import settle
 from .table import text
 
@@ -78,20 +77,6 @@ def prepare(kernel: str, mib: int, sources: int, device: torch.device) -> Memory
     sets = max(2, ROTATED_BYTES // ((mib << 20) * (sources + 1) // sources))
     parts = [[torch.randn(elements, device=device).bfloat16() for _ in range(sources)] for _ in range(sets)]
     return MemoryCall(kernel, mib, sources, parts, [torch.empty_like(group[0]) for group in parts])
-
-
-def graph_us(body: Callable[[], Any], process: RankProcess, rounds: int = 15) -> float:
-    """Return the median microseconds of `body` as a CUDA graph."""
-    replay, _ = capture_graph(body, process, warm=1)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(rounds + 3):
-        begin.record()
-        replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * begin.elapsed_time(end))
-    return median(times[3:])
 
 
 def measure(call: MemoryCall, matmul: Callable[[], Any], matmul_us: float, process: RankProcess) -> dict[str, Any]:

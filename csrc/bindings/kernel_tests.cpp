@@ -54,6 +54,17 @@ void run_sum(const std::vector<std::pair<Address, int64_t>>& sources, const std:
 #endif
 }
 
+// `operands`: (address, blocks, stride, bytes). Without CUDA there is nothing to do.
+void run_prefetch(const std::vector<std::tuple<Address, int64_t, int64_t, int64_t>>& operands, uint64_t stream) {
+    std::vector<Span> spans;
+    for (const auto& [address, blocks, stride, bytes] : operands) spans.push_back({pointer(address), blocks, stride, bytes});
+#ifdef UB_OVERLAP_CUDA
+    cuda::launch_prefetch(spans, reinterpret_cast<cudaStream_t>(stream));
+#else
+    (void)stream;
+#endif
+}
+
 std::vector<std::pair<int64_t, int64_t>> block_positions(int64_t blocks, int64_t per_block,
                                                          const std::vector<int64_t>& numbers) {
     const BlockPositions positions(blocks, per_block);
@@ -80,6 +91,8 @@ void define_kernel_tests(py::module_& testing) {
     testing.def("run_sum", &run_sum, py::arg("sources"), py::arg("dtype"), py::arg("dst"), py::arg("dst_stride"),
                 py::arg("dst_dtype"), py::arg("blocks"), py::arg("elements"), py::arg("divisor"), py::arg("stream"),
                 "Adds up sources (address, stride in bytes) of `blocks` runs of `elements` elements, in fp32.");
+    testing.def("run_prefetch", &run_prefetch, py::arg("operands"), py::arg("stream"),
+                "Reads operands (address, blocks, stride, bytes) into the L2 cache.");
     testing.def("block_positions", &block_positions, py::arg("blocks"), py::arg("per_block"), py::arg("numbers"));
     testing.def("blocks_at_once", &BlockPositions::blocks_at_once, py::arg("per_block"));
     testing.def("use_recent_map", &use_recent_map, py::arg("capacity"), py::arg("keys"));

@@ -65,6 +65,9 @@ struct FusedGrid {
     int blocks = 0, threads = 32, per_thread = 1;  // per_thread: vectors of a row that a thread has, 1, 2 or fused_vectors
 };
 
+// Operands of the next matmuls, of which a call reads the first part into the L2 cache while it waits for its peers.
+constexpr int most_prefetched = 4;
+
 constexpr int64_t vector_size = 16;
 constexpr int fused_threads = 512, fused_vectors = 8;                             // at most
 constexpr int64_t fused_row_limit = fused_vectors * fused_threads * vector_size;  // bytes of a row that a norm can read

@@ -5,6 +5,7 @@
 
 #include "cuda/elements.h"
 #include "cuda/flag_wait.h"
+#include "cuda/prefetch.h"
 
 namespace ub_overlap::cuda {
 namespace {
@@ -38,6 +39,8 @@ struct Parameters {
     uint4* output;
     char* normed;
     int32_t normed_bytes;  // of a vector's elements
+    int32_t blocks;        // those behind them prefetch
+    CachedSpans prefetched;
 };
 
 template <typename T>

@@ -11,6 +11,9 @@
 //
 // Of few long rows each is dealt out to a cluster of blocks, so that more multiprocessors take part. These reductions
 // then go over the cluster, through distributed shared memory. A block that fails takes part with NaN: no block waits for it.
+//
+// While these blocks wait, the memory of the device is idle. Further blocks read the next matmuls' weights into its L2 cache.
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/fused_exchange.h"
@@ -137,6 +140,11 @@ __device__ Outcome reduce_two_shot(const Parameters& p, const Block& block) {
 
 template <Exchange exchange, typename T, int per_thread>
 __global__ void __launch_bounds__(fused_threads) fused_kernel(const __grid_constant__ Parameters p) {
+    if (static_cast<int>(blockIdx.x) >= p.blocks) {
+        const uint32_t threads = (gridDim.x - static_cast<uint32_t>(p.blocks)) * blockDim.x;
+        prefetch(p.prefetched, (blockIdx.x - static_cast<uint32_t>(p.blocks)) * blockDim.x + threadIdx.x, threads);
+        return;
+    }
     __shared__ uint64_t word;
     if (p.cluster > 1) begin_cluster();
     if (threadIdx.x == 0) word = begin(p);
@@ -218,6 +226,13 @@ FusedGrid divide(FusedGrid grid, int cluster) {
     return grid;
 }
 
+// Returns how many further blocks prefetch: no more than the device can run next to those that exchange, in whole clusters.
+int64_t prefetching_blocks(const CachedSpans& spans, const FusedGrid& grid, int cluster, int64_t resident) {
+    const int64_t lines_of_block = int64_t{lines_of_thread} * grid.threads;
+    const int64_t needed = (lines_of(spans) + lines_of_block - 1) / lines_of_block;
+    return std::min((needed + cluster - 1) / cluster, (resident - grid.blocks) / cluster) * cluster;
+}
+
 NormParameters parameters_of(const RowNorm& norm) {
     return {norm.kind,
             norm.round_before_weight,
@@ -273,12 +288,15 @@ void launch_fused_collective(const Group& group, const Call& call, const std::ve
     p.inverse_cols = 1.0f / static_cast<float>(call.grid.row_vectors * vector_size / size_of(call.type));
     p.scale = epilogue.scale, p.row_scales = epilogue.row_scales, p.normed = epilogue.normed;
     p.normed_bytes = static_cast<int32_t>(vector_size / size_of(call.type) * size_of(epilogue.normed_type));
+    p.blocks = grid.blocks, p.prefetched = cached_spans(call.prefetched);
+    const int64_t prefetching = prefetching_blocks(p.prefetched, grid, cluster, resident);
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
     attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(grid.blocks)), config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+    config.gridDim = dim3(static_cast<unsigned>(grid.blocks + prefetching)),
+    config.blockDim = dim3(static_cast<unsigned>(grid.threads));
     config.stream = stream, config.attrs = &attribute, config.numAttrs = cluster > 1 ? 1 : 0;
     check(cudaLaunchKernelEx(&config, kernel, p), "launch a fused collective");
 }

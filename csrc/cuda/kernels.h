@@ -74,6 +74,9 @@ void launch_stamp(uint64_t* where, cudaStream_t stream);
 
 // Copies by kernels, 16 bytes per thread if the addresses allow it.
 void launch_copy(const Span& src, const Span& dst, cudaStream_t stream);
+
+// Reads spans into the device's L2 cache, most_prefetched at most. Alone, for tests: fused collectives do so while they wait.
+void launch_prefetch(const std::vector<Span>& spans, cudaStream_t stream);
 // dst = (sum of sources in their order, in fp32) / divisor, rounded once.
 void launch_reduce(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor, cudaStream_t stream);
 // The same sum if some sources are float8 with scales.
