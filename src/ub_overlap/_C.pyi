@@ -270,6 +270,9 @@ class testing:
     def run_copy(src: int, src_stride: int, dst: int, dst_stride: int, blocks: int, bytes: int, stream: int | None) -> None:
         """Copy `blocks` runs of `bytes` bytes by the executor's kernel. `stream` None: the CPU's."""
     @staticmethod
+    def run_prefetch(operands: Sequence[tuple[int, int, int, int]], stream: int) -> None:
+        """Read operands (address, runs, stride, bytes of a run) into the L2 cache."""
+    @staticmethod
     def run_sum(
         sources: Sequence[tuple[int, int]],
         dtype: str,
