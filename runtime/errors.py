@@ -198,7 +198,8 @@ def _peer_timeout(fields: dict[str, str]) -> UbOverlapError:
 
 def _queues_text(fields: dict[str, str]) -> str:
     """Return what may block a message that both ends have issued, for `fix`; "" for other waits."""
-    if not (fields["expected"] and fields["got"]):
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if not (fields["expected"] and fields["got"]) or (queues.isdecimal() and int(queues) >= 32):
         return ""
     return (
         "; on a GPU a message may be queued behind an earlier receive where streams outnumber the hardware queues: set "

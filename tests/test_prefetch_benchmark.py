@@ -34,13 +34,19 @@ def test_savings_are_against_the_same_wait() -> None:
     assert saved_us({"us": {"matmuls": 20.0, "0": 26.0, "8": 22.0, "16": 27.0}}) == {"8": 4.0, "16": -1.0}
 
 
+def aligned(*shape: int) -> torch.Tensor:
+    """Return zeros that begin at a cache line, as on a GPU."""
+    flat = torch.zeros(torch.Size(shape).numel() + 32)
+    return flat[-flat.data_ptr() % 128 // 4 :][: torch.Size(shape).numel()].view(shape)
+
+
 def test_the_first_weight_is_prefetched_first() -> None:
     """Of each row of a weight [N, K] the first part, as the op does."""
-    weights = [torch.zeros(4, 100), torch.zeros(2, 50)]
-    (only,) = first_parts(weights, 4 * 10 * 4)
-    assert only[1:] == (4, 400, 40)
-    assert [part[1:] for part in first_parts(weights, 4 * 100 * 4 + 2 * 7 * 4)] == [(4, 400, 400), (2, 200, 28)]
-    assert first_parts(weights, 7) == []
+    weights = [aligned(4, 128), aligned(2, 96)]
+    (only,) = first_parts(weights, 4 * 128)
+    assert only[1:] == (4, 512, 128)
+    assert [part[1:] for part in first_parts(weights, 4 * 512 + 2 * 256)] == [(4, 512, 512), (2, 384, 256)]
+    assert first_parts(weights, 255) == []
 
 
 def test_matmuls_of_a_rank() -> None:

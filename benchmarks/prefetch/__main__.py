@@ -4,7 +4,8 @@
 
 A kernel that waits --wait-us stands for the collective. A second stream prefetches meanwhile, and the matmuls of one rank
 follow both: q, k and v, or gate and up. All is one CUDA graph with weights that rotate, so that no cache holds them. The
-column "0" prefetches one cache line. No link is used: what prefetches take from a collective is not seen here.
+column "0" prefetches one cache line. No link is used, and the prefetching kernel has the whole device: what prefetches take
+from a collective, and how many blocks a fused collective leaves them, is not seen here.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from .table import text
 ROTATED_BYTES = 512 << 20
 """Bytes of all weights of a row: ten times the cache."""
 ROUNDS = 16
+"""Of a graph, at least."""
 CYCLES_PER_US = 1980
 """Of an H200 that runs matmuls. The wait is also measured."""
+CACHE_LINE = 128
 Span = tuple[int, int, int, int]
 """(address, runs, stride in bytes, bytes of a run), as Span in csrc/core/call.h."""
 
@@ -45,11 +48,11 @@ def first_parts(weights: list[Tensor], limit: int) -> list[Span]:
     """Return what a fused collective prefetches of weights [N, K]: of K as much as fits, the first weight first."""
     parts: list[Span] = []
     for w in weights:
-        columns, depth = w.shape
-        taken = min(depth, limit // (columns * w.element_size()))
-        if taken:
-            parts.append((w.data_ptr(), columns, depth * w.element_size(), taken * w.element_size()))
-        limit -= columns * taken * w.element_size()
+        columns, depth, item = *w.shape, w.element_size()
+        part, lines = extension().testing.first_part(w.data_ptr(), depth, columns, item, depth * item, item, limit)
+        if lines:
+            parts.append(part)
+        limit -= lines * CACHE_LINE
     return parts
 
 
@@ -60,7 +63,8 @@ class Row:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         size = sum(columns) * depth * dtype.itemsize
         self.bytes = size
-        count = max(2, min(ROUNDS, ROTATED_BYTES // size)) if device.type == "cuda" else 2
+        count = -(-ROTATED_BYTES // size) if device.type == "cuda" else 2
+        self.rounds = max(ROUNDS, count)
         self.sets = [[torch.randn(n, depth, device=device).to(dtype) for n in columns] for _ in range(count)]
         self.x = torch.randn(batch, depth, device=device).to(dtype)
 
@@ -68,14 +72,14 @@ class Row:
         return [self.x @ w.t() for w in self.sets[number % len(self.sets)]]
 
     def body(self, limit: int, wait_us: float) -> Callable[[], list[Tensor]]:
-        """Return ROUNDS rounds in a row. `limit`: bytes that are prefetched."""
+        """Return rounds in a row: each set of weights at least once. `limit`: bytes that are prefetched."""
         if self.x.device.type != "cuda":
-            return lambda: [y for i in range(ROUNDS) for y in self.matmuls(i)]
+            return lambda: [y for i in range(self.rounds) for y in self.matmuls(i)]
         side = torch.cuda.Stream()
 
         def run() -> list[Tensor]:
             found = []
-            for i in range(ROUNDS):
+            for i in range(self.rounds):
                 main, weights = torch.cuda.current_stream(), self.sets[i % len(self.sets)]
                 side.wait_stream(main)
                 torch.cuda._sleep(int(wait_us * CYCLES_PER_US))
@@ -93,11 +97,11 @@ def measure(process: OneProcess, row: Row, limits: list[int], wait_us: float) ->
     if process.device.type != "cuda":
         run, begun = row.body(0, 0.0), time.perf_counter()
         run()
-        us = 1e6 * (time.perf_counter() - begun) / ROUNDS
+        us = 1e6 * (time.perf_counter() - begun) / row.rounds
         return {"matmuls": us, **{str(limit >> 20): us for limit in limits}}
-    found = {"matmuls": graph_us(lambda: [row.matmuls(i) for i in range(ROUNDS)], process) / ROUNDS}
+    found = {"matmuls": graph_us(lambda: [row.matmuls(i) for i in range(row.rounds)], process) / row.rounds}
     for limit in limits:
-        found[str(limit >> 20)] = graph_us(row.body(limit, wait_us), process) / ROUNDS
+        found[str(limit >> 20)] = graph_us(row.body(limit, wait_us), process) / row.rounds
     return found
 
 

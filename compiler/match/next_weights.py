@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from ..graph.aten import PERMUTES, alias_base, tensor_of
-from ..graph.matmul import as_matmul, is_matmul
+from ..graph.matmul import as_matmul, counts_flops, is_matmul
 from .collectives import Collective, is_collective
 from .site import NextWeight
 
@@ -27,24 +27,29 @@ def find_next_weights(c: Collective, bytes: int) -> tuple[NextWeight, ...]:
     while node.op != "root" and not is_collective(node) and left > 0 and len(found) < MOST:
         if reached.isdisjoint(node.all_input_nodes):
             pass
-        elif not is_matmul(node):
+        elif not counts_flops(node):
             reached.add(node)
-        elif (weight := _weight_of(node, reached)) is not None and weight.node not in found:
+        elif (weight := _weight_of(node, c.wait)) is not None and weight.node not in found:
             found[weight.node] = weight
             left -= weight.bytes
         node = node.next
     return tuple(found.values())
 
 
-def _weight_of(node: Node, reached: set[Node]) -> NextWeight | None:
-    """Return the right operand of a matmul if it is an input of the graph, with static sizes and dense rows or columns."""
-    matmul = as_matmul(node)
-    if matmul is None or matmul.rhs.node in reached:
+def _weight_of(node: Node, result: Node) -> NextWeight | None:
+    """Return the right operand of a matmul if it is an input of the graph, with static sizes and dense rows or columns.
+
+    It is on the device of the collective's `result`.
+    """
+    matmul = as_matmul(node) if is_matmul(node) else None
+    if matmul is None:
         return None
     operand = matmul.rhs.node
     source = alias_base(operand) if operand.target in PERMUTES else operand
     val = tensor_of(operand)
     if source is None or source.op not in ("placeholder", "get_attr") or val is None or val.dim() != 2:
+        return None
+    if val.device != result.meta["val"].device:
         return None
     if not all(isinstance(n, int) for n in (*val.shape, *val.stride())) or 1 not in val.stride():
         return None

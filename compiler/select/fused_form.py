@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torch.fx import Node
-from torch.utils.flop_counter import flop_registry
 
 from ..cost.choice import StrategyChoice
-from ..graph.matmul import is_matmul
+from ..graph.matmul import counts_flops
 from ..match.collectives import Collective
 from ..match.site import Fused
 from ..plan.strategy import NONE
@@ -37,7 +36,7 @@ def find_concurrent(c: Collective) -> Node | None:
     """Return the first matmul or attention between the collective and its wait, in the graph's order."""
     node = c.node.next
     while node is not c.wait and node.op != "root":
-        if is_matmul(node) or node.target in flop_registry or getattr(node.target, "overloadpacket", None) in flop_registry:
+        if counts_flops(node):
             return node
         node = node.next
     return None

@@ -288,7 +288,8 @@ void launch_fused_collective(const Group& group, const Call& call, const std::ve
     p.inverse_cols = 1.0f / static_cast<float>(call.grid.row_vectors * vector_size / size_of(call.type));
     p.scale = epilogue.scale, p.row_scales = epilogue.row_scales, p.normed = epilogue.normed;
     p.normed_bytes = static_cast<int32_t>(vector_size / size_of(call.type) * size_of(epilogue.normed_type));
-    p.blocks = grid.blocks, p.prefetched = cached_spans(call.prefetched);
+    p.blocks = grid.blocks;
+    p.prefetched = cached_spans(call.prefetched);
     const int64_t prefetching = prefetching_blocks(p.prefetched, grid, cluster, resident);
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;

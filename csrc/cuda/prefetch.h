@@ -1,20 +1,20 @@
-// Reads memory into the L2 cache, where the matmul that reads it next finds it. Nothing waits for that. For .cu files.
+// Reads memory into the L2 cache, where the matmul that reads it next finds it. Its data is not waited for. For .cu files.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
-#include "core/call.h"
+#include "core/prefetch.h"
 
 namespace ub_overlap::cuda {
 
-constexpr int cache_line = 128;
 constexpr int lines_of_thread = 4;  // where enough blocks can run
 
-// `blocks` runs of `lines` cache lines, `stride` bytes apart.
+// `blocks` runs of `bytes` bytes, which begin `stride` bytes apart and touch `lines` cache lines.
 struct CachedSpan {
     const char* data;
-    int64_t stride;
+    int64_t stride, bytes;
     uint32_t blocks, lines;
 };
 
@@ -23,11 +23,13 @@ struct CachedSpans {
     int count;
 };
 
+// Of the first most_prefetched spans.
 inline CachedSpans cached_spans(const std::vector<Span>& spans) {
     CachedSpans found{};
-    for (const Span& s : spans) {
-        const auto lines = static_cast<uint32_t>((s.bytes + cache_line - 1) / cache_line);
-        found.spans[found.count++] = {s.data, s.stride, static_cast<uint32_t>(s.blocks), lines};
+    found.count = static_cast<int>(std::min<size_t>(spans.size(), most_prefetched));
+    for (int i = 0; i < found.count; ++i) {
+        const Span& s = spans[static_cast<size_t>(i)];
+        found.spans[i] = {s.data, s.stride, s.bytes, static_cast<uint32_t>(s.blocks), static_cast<uint32_t>(lines_of_run(s))};
     }
     return found;
 }
@@ -45,7 +47,8 @@ __device__ inline void prefetch(const CachedSpans& spans, uint32_t number, uint3
         const CachedSpan& s = spans.spans[k];
         const uint32_t lines = s.blocks * s.lines;
         for (uint32_t i = number; i < lines; i += threads) {
-            const char* at = s.data + i / s.lines * s.stride + i % s.lines * cache_line;
+            const int64_t offset = int64_t{i % s.lines} * cache_line, last = s.bytes - 1;
+            const char* at = s.data + i / s.lines * s.stride + (offset < last ? offset : last);
             asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
         }
     }

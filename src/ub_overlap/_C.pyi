@@ -270,6 +270,14 @@ class testing:
     def run_copy(src: int, src_stride: int, dst: int, dst_stride: int, blocks: int, bytes: int, stream: int | None) -> None:
         """Copy `blocks` runs of `bytes` bytes by the executor's kernel. `stream` None: the CPU's."""
     @staticmethod
+    def first_part(
+        data: int, depth: int, cols: int, row_stride: int, col_stride: int, item: int, bytes: int
+    ) -> tuple[tuple[int, int, int, int], int]:
+        """Return what is prefetched of an operand [depth, cols]: (address, runs, stride, bytes of a run), and its cache lines.
+
+        Strides and `item` are in bytes. `bytes`: the limit.
+        """
+    @staticmethod
     def run_prefetch(operands: Sequence[tuple[int, int, int, int]], stream: int) -> None:
         """Read operands (address, runs, stride, bytes of a run) into the L2 cache."""
     @staticmethod

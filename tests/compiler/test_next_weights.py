@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_weights_of_linears_and_plain_ones() -> None:
     x = summed(d)
     ((weights, bytes, detail),) = prefetched(d, linear(d, x, "w1"), d.mm(x, d.input("w3", HIDDEN, INNER)))
     assert (weights, bytes) == ([("w1", True), ("w3", False)], 2 * BYTES)
-    assert f"prefetches {2 * BYTES} bytes of the weights of w1, w3" in detail
+    assert f"prefetches up to {2 * BYTES} bytes of the weights of w1, w3" in detail
 
 
 @pytest.mark.parametrize(("limit", "names"), [(1, ["w0"]), (BYTES, ["w0"]), (BYTES + 1, ["w0", "w1"])])
@@ -134,13 +135,39 @@ def behind_a_matmul(d: Dag, x: Node) -> Node:
     return d.mm(d.call(aten.relu.default, d.mm(x, activations(d, d.t(x)))), d.input("w", HIDDEN, INNER))
 
 
+def behind_attention(d: Dag, x: Node) -> Node:
+    heads = d.call(aten.view.default, x, [1, 2, 8, HIDDEN // 2])
+    attended = d.call(aten._scaled_dot_product_efficient_attention.default, heads, heads, heads, None, False)
+    out = d.call(operator.getitem, attended, 0)
+    return d.mm(d.call(aten.reshape.default, out, [8, HIDDEN]), d.input("w", HIDDEN, INNER))
+
+
 def with_gaps(d: Dag, x: Node) -> Node:
     """Neither its rows nor its columns are dense."""
-    wide = d.input("w", HIDDEN, 2 * INNER)
-    return d.mm(x, d.call(aten.slice.Tensor, wide, 1, 0, 2 * INNER, 2))
+    w = d.input("w", HIDDEN, INNER)
+    with d.mode:
+        w.meta["val"] = torch.empty_strided((HIDDEN, INNER), (2 * INNER, 2), dtype=d.dtype)
+    return d.mm(x, w)
 
 
-LOOKALIKES = (computed, activations, as_left_operand, another_matmul, behind_a_matmul, with_gaps)
+def on_another_device(d: Dag, x: Node) -> Node:
+    """The result is copied there first."""
+    there, w = d.call(aten.clone.default, x), d.input("w", HIDDEN, INNER)
+    for node in (there, w):
+        with d.mode:
+            node.meta["val"] = torch.empty(node.meta["val"].shape, dtype=d.dtype, device="meta")
+    return d.mm(there, w)
+
+
+def batched(d: Dag, x: Node) -> Node:
+    """One matrix of three dims."""
+    return d.call(aten.bmm.default, d.call(aten.unsqueeze.default, x, 0), d.input("w", 1, HIDDEN, INNER))
+
+
+LOOKALIKES = (
+    computed, activations, as_left_operand, another_matmul, behind_a_matmul, behind_attention, with_gaps, on_another_device,
+    batched,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("form", LOOKALIKES, ids=lambda form: form.__name__)

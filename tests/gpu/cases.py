@@ -161,10 +161,12 @@ class Maker:
             vectors[2] if weight and branch_norm == "layer" else None, 1e-4, rounded, offset, factor,
             self.randn(rows, cols, dtype=dtype) if addend else None,
         )  # fmt: skip
-        weights = [self.randn(300, 520, dtype=dtype).t(), self.randn(133, 77, dtype=dtype)[:, 5:], self.float8(64, 48).t()]
+        weights = []
+        if prefetch_bytes:
+            weights = [self.randn(300, 520, dtype=dtype).t(), self.randn(133, 77, dtype=dtype)[:, 5:], self.float8(64, 48).t()]
         return FUSED, (
             x, collective, by, *branch, other, norm, vector, bias, 1e-5, round_sum, rounded, offset, one, *rows_scales, divides,
-            scale or dtype, weights if prefetch_bytes else [], prefetch_bytes,
+            scale or dtype, weights, prefetch_bytes,
         )  # fmt: skip
 
     def kind(self, name: str, size: int = 256, dtype: torch.dtype = BF16) -> tuple[Case, str]:

@@ -32,7 +32,9 @@ def _build() -> Any:
     from torch.utils import cpp_extension
 
     folder = Path(tempfile.gettempdir(), f"{NAME}.{os.getuid()}.{torch.__version__}")
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user, and code is loaded from it: remove it, or set TMPDIR")
     with open(folder / "held", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)  # unlike cpp_extension's own lock, it ends with the process that holds it
         (folder / "lock").unlink(missing_ok=True)

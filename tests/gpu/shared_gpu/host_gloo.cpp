@@ -60,8 +60,12 @@ class Message final : public Work {
     bool waited_ = false;
 };
 
+at::Tensor copy_of(const at::Tensor& tensor) {
+    return at::empty(tensor.sizes(), at::TensorOptions(tensor.scalar_type())).copy_(tensor);
+}
+
 // The bytes of a tensor in host memory, flat: gloo knows no float8.
-at::Tensor bytes_of(const at::Tensor& tensor) { return tensor.cpu().contiguous().reshape({-1}).view(at::kByte); }
+at::Tensor bytes_of(const at::Tensor& tensor) { return copy_of(tensor).reshape({-1}).view(at::kByte); }
 at::Tensor bytes_like(const at::Tensor& tensor) {
     return at::empty({static_cast<int64_t>(tensor.nbytes())}, at::TensorOptions(at::kByte));
 }
@@ -71,7 +75,7 @@ void store_bytes(const at::Tensor& tensor, const at::Tensor& bytes) {
 
 // A tensor's summands in host memory.
 at::Tensor summands_of(const at::Tensor& tensor) {
-    const at::Tensor host = tensor.cpu().contiguous();
+    const at::Tensor host = copy_of(tensor);
     return at::isReducedFloatingType(host.scalar_type()) ? host.to(at::kFloat) : host;
 }
 at::Tensor sum_like(const at::Tensor& tensor) {
