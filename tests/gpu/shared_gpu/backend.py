@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,8 @@ def _build() -> Any:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user, and code is loaded from it: remove it, or set TMPDIR")
-    with open(folder / "held", "w") as held:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # has ninja, as a build requirement
+    with open(folder / "held", "w") as held, mock.patch.dict(os.environ, PATH=path):
         fcntl.flock(held, fcntl.LOCK_EX)  # unlike cpp_extension's own lock, it ends with the process that holds it
         (folder / "lock").unlink(missing_ok=True)
         return cpp_extension.load(NAME, [str(SOURCE)], extra_cflags=["-O0"], build_directory=str(folder))
