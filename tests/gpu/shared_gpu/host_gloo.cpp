@@ -5,8 +5,8 @@
 // A collective is completed when it returns. A message is completed by wait(), as two ranks may send to each other first.
 // gloo's own calls read GPU memory on the host in torch 2.11, which ends the process.
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -65,7 +65,9 @@ at::Tensor copy_of(const at::Tensor& tensor) {
 }
 
 // The bytes of a tensor in host memory, flat: gloo knows no float8.
-at::Tensor bytes_of(const at::Tensor& tensor) { return copy_of(tensor).reshape({-1}).view(at::kByte); }
+at::Tensor bytes_of(const at::Tensor& tensor) {
+    return copy_of(tensor).reshape({-1}).view(at::kByte);
+}
 at::Tensor bytes_like(const at::Tensor& tensor) {
     return at::empty({static_cast<int64_t>(tensor.nbytes())}, at::TensorOptions(at::kByte));
 }
@@ -230,7 +232,9 @@ class HostGloo final : public Backend {
     const c10::intrusive_ptr<Backend> gloo_;
 };
 
-c10::intrusive_ptr<Backend> wrap(const c10::intrusive_ptr<Backend>& gloo) { return c10::make_intrusive<HostGloo>(gloo); }
+c10::intrusive_ptr<Backend> wrap(const c10::intrusive_ptr<Backend>& gloo) {
+    return c10::make_intrusive<HostGloo>(gloo);
+}
 
 }  // namespace
 
