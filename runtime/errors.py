@@ -196,10 +196,15 @@ def _peer_timeout(fields: dict[str, str]) -> UbOverlapError:
     )
 
 
+def _hardware_queues() -> int:
+    """Return how many hardware queues the environment gives the streams of a device; 8 by default."""
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(connections) if connections.isdecimal() else 8
+
+
 def _queues_text(fields: dict[str, str]) -> str:
     """Return what may block a message that both ends have issued, for `fix`; "" for other waits."""
-    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    if not (fields["expected"] and fields["got"]) or (queues.isdecimal() and int(queues) >= 32):
+    if not (fields["expected"] and fields["got"]) or _hardware_queues() >= 32:
         return ""
     return (
         "; on a GPU a message may be queued behind an earlier receive where streams outnumber the hardware queues: set "
@@ -226,9 +231,8 @@ def group_aborted(group: str, *, where: str, reason: str) -> GroupAbortedError:
 
 def _group_lock_timeout(fields: dict[str, str]) -> UbOverlapError:
     rank, waited = int(fields["ranks"]), float(fields["waited_s"])
-    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     fix = "look for what blocks that call's stream"
-    if connections == "1":
+    if _hardware_queues() == 1:
         fix = (
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue, where a call that waits for the lock also blocks "
             "the call that holds it: set it to 8 or more, or replay graphs and call ops of one group from one thread"

@@ -33,7 +33,6 @@ ROUNDS = 16
 """Of a graph, at least."""
 CYCLES_PER_US = 1980
 """Of an H200 that runs matmuls. The wait is also measured."""
-CACHE_LINE = 128
 Span = tuple[int, int, int, int]
 """(address, runs, stride in bytes, bytes of a run), as Span in csrc/core/call.h."""
 
@@ -46,14 +45,8 @@ def outputs(sizes: BlockSizes, ranks: int) -> dict[str, list[int]]:
 
 def first_parts(weights: list[Tensor], limit: int) -> list[Span]:
     """Return what a fused collective prefetches of weights [N, K]: of K as much as fits, the first weight first."""
-    parts: list[Span] = []
-    for w in weights:
-        columns, depth, item = *w.shape, w.element_size()
-        part, lines = extension().testing.first_part(w.data_ptr(), depth, columns, item, depth * item, item, limit)
-        if lines:
-            parts.append(part)
-        limit -= lines * CACHE_LINE
-    return parts
+    operands = [(w.data_ptr(), *w.t().shape, *(s * w.element_size() for s in (*w.t().stride(), 1))) for w in weights]
+    return [part for part, _ in extension().testing.first_parts(operands, limit)]
 
 
 class Row:
@@ -83,7 +76,7 @@ class Row:
                 main, weights = torch.cuda.current_stream(), self.sets[i % len(self.sets)]
                 side.wait_stream(main)
                 torch.cuda._sleep(int(wait_us * CYCLES_PER_US))
-                line = [(weights[0].data_ptr(), 1, 0, 128)]
+                line = [(weights[0].data_ptr(), 1, 0, 1)]
                 extension().testing.run_prefetch(first_parts(weights, limit) if limit else line, side.cuda_stream)
                 main.wait_stream(side)
                 found += self.matmuls(i)

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 from torch.fx import Node
-from torch.utils.flop_counter import flop_registry
 
 from ub_overlap.runtime.fp8.numerics import FLOAT8
 from ub_overlap.runtime.schedule.steps import ComputeKind
@@ -98,11 +97,6 @@ def find_indivisible_size(matmul: Matmul, dynamic: bool = False) -> str:
 def is_matmul(node: Node) -> bool:
     """Return whether `node` is a matmul of any kind, batched ones included."""
     return node.op == "call_function" and node.target in _MATMULS
-
-
-def counts_flops(node: Node) -> bool:
-    """Return whether `node` is a matmul, attention, or another op whose operations torch counts."""
-    return is_matmul(node) or node.target in flop_registry or getattr(node.target, "overloadpacket", None) in flop_registry
 
 
 def comes_from_matmul(node: Node) -> bool:

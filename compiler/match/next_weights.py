@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch.fx import Node
 
 from ..graph.aten import PERMUTES, alias_base, tensor_of
-from ..graph.matmul import as_matmul, counts_flops, is_matmul
+from ..graph.compute import is_compute
+from ..graph.matmul import as_matmul
 from .collectives import Collective, is_collective
 from .site import NextWeight
 
@@ -25,11 +26,10 @@ def find_next_weights(c: Collective, bytes: int) -> tuple[NextWeight, ...]:
     reached, found, left = {c.wait}, dict[Node, NextWeight](), bytes
     node = c.wait.next
     while node.op != "root" and not is_collective(node) and left > 0 and len(found) < MOST:
-        if reached.isdisjoint(node.all_input_nodes):
-            pass
-        elif not counts_flops(node):
+        is_reader = not reached.isdisjoint(node.all_input_nodes)
+        if is_reader and not is_compute(node):
             reached.add(node)
-        elif (weight := _weight_of(node, c.wait)) is not None and weight.node not in found:
+        elif is_reader and (weight := _weight_of(node, c.wait)) is not None and weight.node not in found:
             found[weight.node] = weight
             left -= weight.bytes
         node = node.next
@@ -41,8 +41,7 @@ def _weight_of(node: Node, result: Node) -> NextWeight | None:
 
     It is on the device of the collective's `result`.
     """
-    matmul = as_matmul(node) if is_matmul(node) else None
-    if matmul is None:
+    if (matmul := as_matmul(node)) is None:
         return None
     operand = matmul.rhs.node
     source = alias_base(operand) if operand.target in PERMUTES else operand

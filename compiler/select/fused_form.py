@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from ..cost.choice import StrategyChoice
-from ..graph.matmul import counts_flops
+from ..graph.compute import is_compute
 from ..match.collectives import Collective
 from ..match.site import Fused
 from ..plan.strategy import NONE
@@ -36,7 +36,7 @@ def find_concurrent(c: Collective) -> Node | None:
     """Return the first matmul or attention between the collective and its wait, in the graph's order."""
     node = c.node.next
     while node is not c.wait and node.op != "root":
-        if counts_flops(node):
+        if is_compute(node):
             return node
         node = node.next
     return None

@@ -21,6 +21,7 @@ from ..cost.choice import MARGIN_US
 from ..cost.profile import Profile
 from ..cost.site_sizes import shape_of_site
 from ..cost.split_time import split_times
+from ..graph.compute import is_compute
 from ..match import Candidate, Miss, Split
 from ..match.collectives import Collective, Op
 from ..match.fusion_order import FusionOrder
@@ -35,7 +36,7 @@ from ..select.benefit import NO_BENEFIT, Benefit, total_benefit
 from ..select.profitability import SiteCosts
 from .hierarchy import shortest_us
 from .landing_result import release_position
-from .node_times import NodeTimes, is_compute, next_to_collectives
+from .node_times import NodeTimes, next_to_collectives
 from .placed_record import Places, choice_of, describe_window, explain_loss, number_ops, saved_us
 from .placement import NETWORK, PORT, Item, Limits, Placed, Transfer, place
 from .ring_slots import fix_slots, has_ring

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils.flop_counter import flop_registry
 
 from ..cost.attention_time import attention_us
 from ..cost.grouped_time import grouped_us
@@ -28,8 +27,9 @@ from ..cost.site_shape import SIZES
 from ..cost.site_sizes import Hints
 from ..graph.aten import alias_base, dtype_of, storage_node, tensor_of
 from ..graph.attention import FusedAttention, as_attention
-from ..graph.grouped_matmul import BATCH, GroupedMatmul, as_grouped_matmul, is_grouped_matmul
-from ..graph.matmul import as_matmul, is_matmul
+from ..graph.compute import find_flop_formula, is_compute
+from ..graph.grouped_matmul import BATCH, GroupedMatmul, as_grouped_matmul
+from ..graph.matmul import as_matmul
 from ..graph.sizes import about, as_sizes, evaluate_size
 from ..match.collectives import Collective, is_collective
 from ..match.site import Reduction
@@ -38,18 +38,6 @@ from ..select.peak_memory import bytes_of, is_fused
 
 EFFICIENCY = 0.6
 """The share of the matmul rate that ops with a formula reach. Assumed."""
-
-
-def _formula(target: Any) -> Any:
-    """Return torch's formula for the operations of an op, None without one."""
-    return flop_registry.get(target) or flop_registry.get(getattr(target, "overloadpacket", None))
-
-
-def is_compute(node: Node) -> bool:
-    """Return whether `node` multiplies matrices or does as much work, as attention does."""
-    if node.op != "call_function":
-        return False
-    return is_matmul(node) or is_grouped_matmul(node) or as_attention(node) is not None or _formula(node.target) is not None
 
 
 def _is_causal(node: Node) -> bool:
@@ -91,7 +79,7 @@ class NodeTimes:
             return self._grouped_us(grouped)
         if (attention := as_attention(node)) is not None:
             return self._attention_us(attention)
-        if _formula(node.target) is not None:
+        if find_flop_formula(node.target) is not None:
             return self._counted_us(node)
         return 0.0 if node in self.inner else self._moved_us(node)
 
@@ -135,7 +123,7 @@ class NodeTimes:
         return flops / (rate * 1e6 * EFFICIENCY) + self.profile.compute.launch_us
 
     def _flops(self, node: Node) -> float:
-        formula = _formula(node.target)
+        formula = find_flop_formula(node.target)
         assert formula is not None
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._value_of)  # type: ignore[misc]
         try:

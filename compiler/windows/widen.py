@@ -37,13 +37,14 @@ from ..cost.split_time import split_times
 from ..graph.arrange import arrange
 from ..graph.aten import c10d, is_mutable, is_random, tensor_of
 from ..graph.attention import as_attention
+from ..graph.compute import is_compute
 from ..match.all_to_all import why_not_split
 from ..match.candidates import match_collective
 from ..match.collectives import Collective, Op, find_collectives, is_collective
 from ..match.site import Miss, Split
 from ..match.window import Window, WindowFinder
 from ..select.peak_memory import PeakMemory
-from .node_times import NodeTimes, is_compute, next_to_collectives
+from .node_times import NodeTimes, next_to_collectives
 from .placement import SLACK, SLACK_US
 
 REACH = 400

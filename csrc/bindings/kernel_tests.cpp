@@ -55,16 +55,24 @@ void run_sum(const std::vector<std::pair<Address, int64_t>>& sources, const std:
 #endif
 }
 
-// Returns (address, runs, stride, bytes of a run) of what is prefetched of an operand, and its cache lines.
-std::pair<std::tuple<Address, int64_t, int64_t, int64_t>, int64_t> first_part_of(Address data, int64_t depth, int64_t cols,
-                                                                                 int64_t row_stride, int64_t col_stride,
-                                                                                 int64_t item, int64_t bytes) {
-    const Span part = first_part({pointer(data), depth, cols, row_stride, col_stride, item}, bytes);
-    return {{reinterpret_cast<Address>(part.data), part.blocks, part.stride, part.bytes}, lines_of(part)};
+using SpanNumbers = std::tuple<Address, int64_t, int64_t, int64_t>;  // address, blocks, stride, bytes
+using LayoutNumbers = std::tuple<Address, int64_t, int64_t, int64_t, int64_t, int64_t>;
+
+// Returns the parts that are prefetched, each with its cache lines. `operands`: the fields of OperandLayout.
+std::vector<std::pair<SpanNumbers, int64_t>> first_parts_of(const std::vector<LayoutNumbers>& operands, int64_t bytes) {
+    std::vector<OperandLayout> layouts;
+    for (const auto& [data, depth, cols, row_stride, col_stride, item] : operands) {
+        layouts.push_back({pointer(data), depth, cols, row_stride, col_stride, item});
+    }
+    std::vector<std::pair<SpanNumbers, int64_t>> found;
+    for (const Span& part : first_parts(layouts, bytes)) {
+        found.push_back({{reinterpret_cast<Address>(part.data), part.blocks, part.stride, part.bytes}, lines_of(part)});
+    }
+    return found;
 }
 
-// `operands`: (address, blocks, stride, bytes). Without CUDA there is nothing to do.
-void run_prefetch(const std::vector<std::tuple<Address, int64_t, int64_t, int64_t>>& operands, uint64_t stream) {
+// Without CUDA there is nothing to do.
+void run_prefetch(const std::vector<SpanNumbers>& operands, uint64_t stream) {
     std::vector<Span> spans;
     for (const auto& [address, blocks, stride, bytes] : operands) spans.push_back({pointer(address), blocks, stride, bytes});
 #ifdef UB_OVERLAP_CUDA
@@ -100,9 +108,8 @@ void define_kernel_tests(py::module_& testing) {
     testing.def("run_sum", &run_sum, py::arg("sources"), py::arg("dtype"), py::arg("dst"), py::arg("dst_stride"),
                 py::arg("dst_dtype"), py::arg("blocks"), py::arg("elements"), py::arg("divisor"), py::arg("stream"),
                 "Adds up sources (address, stride in bytes) of `blocks` runs of `elements` elements, in fp32.");
-    testing.def("first_part", &first_part_of, py::arg("data"), py::arg("depth"), py::arg("cols"), py::arg("row_stride"),
-                py::arg("col_stride"), py::arg("item"), py::arg("bytes"),
-                "Returns what is prefetched of an operand [depth, cols]: (address, runs, stride, bytes), and its cache lines.");
+    testing.def("first_parts", &first_parts_of, py::arg("operands"), py::arg("bytes"),
+                "Returns what is prefetched of operands: ((address, runs, stride, bytes of a run), cache lines) of each part.");
     testing.def("run_prefetch", &run_prefetch, py::arg("operands"), py::arg("stream"),
                 "Reads operands (address, blocks, stride, bytes) into the L2 cache.");
     testing.def("block_positions", &block_positions, py::arg("blocks"), py::arg("per_block"), py::arg("numbers"));

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 namespace ub_overlap {
-
 namespace {
 
 // Whether every run begins with a cache line.
@@ -17,6 +16,20 @@ int64_t run_bytes(int64_t bytes, int64_t lines, const char* data, int64_t stride
     return std::min(bytes, whole * cache_line);
 }
 
+// Of one operand, `lines` at most.
+Span first_part(const OperandLayout& o, int64_t lines) {
+    if (o.depth == 0 || o.cols == 0) return {};
+    const int64_t row_bytes = o.cols * o.item;
+    if (o.col_stride == o.item && (o.row_stride == row_bytes || o.depth == 1)) {  // rows without gaps: one run
+        return {o.data, 1, 0, run_bytes(o.depth * row_bytes, lines, o.data, 0)};
+    }
+    if (o.col_stride == o.item) {
+        const int64_t rows = lines / lines_of_run({o.data, 1, o.row_stride, row_bytes});
+        return {o.data, std::min(o.depth, rows), o.row_stride, row_bytes};
+    }
+    return {o.data, o.cols, o.col_stride, run_bytes(o.depth * o.item, lines / o.cols, o.data, o.col_stride)};
+}
+
 }  // namespace
 
 int64_t lines_of_run(const Span& part) {
@@ -28,17 +41,16 @@ int64_t lines_of(const Span& part) {
     return part.blocks * lines_of_run(part);
 }
 
-Span first_part(const OperandLayout& o, int64_t bytes) {
-    if (o.depth == 0 || o.cols == 0) return {};
-    const int64_t row_bytes = o.cols * o.item, lines = std::max<int64_t>(bytes, 0) / cache_line;
-    if (o.col_stride == o.item && (o.row_stride == row_bytes || o.depth == 1)) {  // rows without gaps: one run
-        return {o.data, 1, 0, run_bytes(o.depth * row_bytes, lines, o.data, 0)};
+std::vector<Span> first_parts(const std::vector<OperandLayout>& operands, int64_t bytes) {
+    std::vector<Span> parts;
+    int64_t left = std::max<int64_t>(bytes, 0) / cache_line;
+    for (const OperandLayout& operand : operands) {
+        const Span part = first_part(operand, left);
+        const int64_t lines = lines_of(part);
+        if (lines > 0) parts.push_back(part);
+        left -= lines;
     }
-    if (o.col_stride == o.item) {
-        const int64_t rows = lines / lines_of_run({o.data, 1, o.row_stride, row_bytes});
-        return {o.data, std::min(o.depth, rows), o.row_stride, row_bytes};
-    }
-    return {o.data, o.cols, o.col_stride, run_bytes(o.depth * o.item, lines / o.cols, o.data, o.col_stride)};
+    return parts;
 }
 
 }  // namespace ub_overlap

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "core/call.h"
 
@@ -17,8 +18,9 @@ struct OperandLayout {
     bool has_dense_dim() const { return row_stride == item || col_stride == item; }
 };
 
-// Returns what a matmul reads first of an operand: of `depth` as much as fits `bytes`, which count whole cache lines.
-Span first_part(const OperandLayout& operand, int64_t bytes);
+// Returns what matmuls read first of their operands: of `depth` as much as fits `bytes`, the first operand first. Whole cache
+// lines count. An operand of which nothing fits has no part.
+std::vector<Span> first_parts(const std::vector<OperandLayout>& operands, int64_t bytes);
 // The cache lines of a part: one more for each run that begins within a line.
 int64_t lines_of_run(const Span& part);
 int64_t lines_of(const Span& part);

@@ -270,12 +270,12 @@ class testing:
     def run_copy(src: int, src_stride: int, dst: int, dst_stride: int, blocks: int, bytes: int, stream: int | None) -> None:
         """Copy `blocks` runs of `bytes` bytes by the executor's kernel. `stream` None: the CPU's."""
     @staticmethod
-    def first_part(
-        data: int, depth: int, cols: int, row_stride: int, col_stride: int, item: int, bytes: int
-    ) -> tuple[tuple[int, int, int, int], int]:
-        """Return what is prefetched of an operand [depth, cols]: (address, runs, stride, bytes of a run), and its cache lines.
+    def first_parts(
+        operands: Sequence[tuple[int, int, int, int, int, int]], bytes: int
+    ) -> list[tuple[tuple[int, int, int, int], int]]:
+        """Return what is prefetched of operands: ((address, runs, stride, bytes of a run), cache lines) of each part.
 
-        Strides and `item` are in bytes. `bytes`: the limit.
+        operands: (address, rows, columns, bytes between rows, bytes between columns, bytes of an element). `bytes`: the limit.
         """
     @staticmethod
     def run_prefetch(operands: Sequence[tuple[int, int, int, int]], stream: int) -> None:

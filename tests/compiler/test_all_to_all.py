@@ -23,6 +23,7 @@ from tests.models.compare import error, uncached, values
 from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.cost.grouped_time import grouped_us
 from ub_overlap.compiler.cost.policy import Policy
+from ub_overlap.compiler.graph.compute import is_compute
 from ub_overlap.compiler.options import Options, parse
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
@@ -30,7 +31,7 @@ from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.select.decide import decide
 from ub_overlap.compiler.unmatched import find_unmatched
-from ub_overlap.compiler.windows.node_times import NodeTimes, is_compute
+from ub_overlap.compiler.windows.node_times import NodeTimes
 from ub_overlap.compiler.windows.widen import widen_windows
 from ub_overlap.runtime import ops
 

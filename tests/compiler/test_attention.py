@@ -18,7 +18,8 @@ from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.cost.attention_time import SHARES, attention_us
 from ub_overlap.compiler.cost.profile import AttentionRates, Profile
 from ub_overlap.compiler.graph.attention import as_attention
-from ub_overlap.compiler.windows.node_times import NodeTimes, is_compute
+from ub_overlap.compiler.graph.compute import is_compute
+from ub_overlap.compiler.windows.node_times import NodeTimes
 
 B, H, S, E = 2, 8, 128, 16
 

@@ -136,9 +136,17 @@ def behind_a_matmul(d: Dag, x: Node) -> Node:
 
 
 def behind_attention(d: Dag, x: Node) -> Node:
+    return attended(d, x, aten._scaled_dot_product_efficient_attention.default, None, False)
+
+
+def behind_attention_of_a_cpu(d: Dag, x: Node) -> Node:
+    """torch has no formula for its operations."""
+    return attended(d, x, aten._scaled_dot_product_flash_attention_for_cpu.default)
+
+
+def attended(d: Dag, x: Node, op: Any, *more: Any) -> Node:
     heads = d.call(aten.view.default, x, [1, 2, 8, HIDDEN // 2])
-    attended = d.call(aten._scaled_dot_product_efficient_attention.default, heads, heads, heads, None, False)
-    out = d.call(operator.getitem, attended, 0)
+    out = d.call(operator.getitem, d.call(op, heads, heads, heads, *more), 0)
     return d.mm(d.call(aten.reshape.default, out, [8, HIDDEN]), d.input("w", HIDDEN, INNER))
 
 
@@ -165,8 +173,8 @@ def batched(d: Dag, x: Node) -> Node:
 
 
 LOOKALIKES = (
-    computed, activations, as_left_operand, another_matmul, behind_a_matmul, behind_attention, with_gaps, on_another_device,
-    batched,
+    computed, activations, as_left_operand, another_matmul, behind_a_matmul, behind_attention, behind_attention_of_a_cpu,
+    with_gaps, on_another_device, batched,
 )  # fmt: skip
 
 

@@ -14,8 +14,11 @@ def part_of(operand: torch.Tensor, limit: int, offset: int = 0) -> tuple[int, in
     """Return (runs, stride, bytes of a run, cache lines). `offset`: of the data from the begin of a line."""
     item = operand.element_size()
     strides = [stride * item for stride in operand.stride()]
-    (address, *run), lines = extension().testing.first_part(LINE + offset, *operand.shape, *strides, item, limit)
-    assert address == LINE + offset or not lines
+    parts = extension().testing.first_parts([(LINE + offset, *operand.shape, *strides, item)], limit)  # type: ignore[list-item]
+    if not parts:
+        return 0, 0, 0, 0
+    (((address, *run), lines),) = parts
+    assert address == LINE + offset and lines
     return (*run, lines)  # type: ignore[return-value]
 
 

@@ -11,11 +11,11 @@
 
 namespace ub_overlap {
 
-// Returns what is prefetched of right operands [K, N], `bytes` at most in whole cache lines, the first operand first.
+// Checks right operands [K, N] and returns what is prefetched of them.
 inline std::vector<Span> prefetched_parts(const Builder& b, at::TensorList operands, int64_t bytes, at::Device device) {
     b.check(operands.size() <= most_prefetched, "too many operands are prefetched", std::to_string(operands.size()),
             "at most " + std::to_string(most_prefetched));
-    std::vector<Span> parts;
+    std::vector<OperandLayout> layouts;
     for (const at::Tensor& t : operands) {
         b.check(t.device() == device, "a prefetched operand is on another device", text_of(t.device()), text_of(device));
         b.check(t.dim() == 2, "a prefetched operand is no matrix", text_of(t.sizes()), "[K, N]");
@@ -24,11 +24,9 @@ inline std::vector<Span> prefetched_parts(const Builder& b, at::TensorList opera
             static_cast<char*>(t.data_ptr()), t.size(0), t.size(1), t.stride(0) * item, t.stride(1) * item, item};
         b.check(layout.has_dense_dim(), "a prefetched operand has gaps in its rows and columns", text_of(t.strides()),
                 "stride 1 in one of the dims");
-        const Span part = first_part(layout, bytes);
-        bytes -= lines_of(part) * cache_line;
-        if (lines_of(part) > 0) parts.push_back(part);
+        layouts.push_back(layout);
     }
-    return parts;
+    return first_parts(layouts, bytes);
 }
 
 }  // namespace ub_overlap
