@@ -13,12 +13,12 @@ from .context_parallel import table as context_parallel
 from .data_parallel import table as data_parallel
 from .decode import table as decode
 from .expert_parallel import table as expert_parallel
+from .fused_kernel import table as fused_kernel
 from .grouped_matmul import table as grouped_matmul
 from .memory import table as memory
 from .ops import table as ops
 from .pipeline import table as pipeline
 from .plot import draw
-from .prefetch import table as prefetch
 
 __all__ = ["draw", "heading", "markdown", "ops_text"]
 
@@ -29,9 +29,9 @@ TEXTS = {
     "context_parallel": context_parallel.text,
     "data_parallel": data_parallel.text,
     "expert_parallel": expert_parallel.text,
+    "fused_kernel": fused_kernel.text,
     "grouped_matmul": grouped_matmul.text,
     "pipeline": pipeline.text,
-    "prefetch": prefetch.text,
     "decode": decode.text,
 }
 ops_text = ops.text

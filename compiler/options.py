@@ -109,13 +109,6 @@ class Options:
         'collectives of few tokens as one kernel with what follows them: bias, norms, residual. "auto": where the profile says '
         'that they are faster, of any size below `min_bytes` too; "off": by overrides only',
     )
-    prefetch_bytes: int = typed_field(
-        0,
-        "weights of the next matmuls that a GPU reads into its L2 cache while a fused collective waits for its peers, at most "
-        "so many bytes a collective. For decode, where matmuls are bound by memory. Not measured yet",
-        integer_from(0),
-        "`0`, bytes",
-    )
     min_bytes: int = typed_field(
         DEFAULT_MIN_BYTES,
         '"auto" overlaps collectives in which a rank sends at least this many bytes',

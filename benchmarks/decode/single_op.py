@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.runtime.ops.fused_collective import NO_BRANCH, NO_PREFETCH
+from ub_overlap.runtime.ops.fused_collective import NO_BRANCH
 from ub_overlap.runtime.session import session
 from ub_overlap.tools.calibrate.few_tokens import COUNT, EPSILON, add_norm
 from ub_overlap.tools.rank_process import World, capture_graph
@@ -65,7 +65,7 @@ class OpSize:
         """Return a call of our op."""
         residual, weight = (self.residual, self.weight) if norm != "none" else (None, None)
         numerics = (None, EPSILON, True, False, 0.0, None, 0.0, 0.0, False, self.x.dtype)
-        args = (*NO_BRANCH, residual, norm, weight, *numerics, *NO_PREFETCH, strategy, self.group, f"decode.{strategy}")
+        args = (*NO_BRANCH, residual, norm, weight, *numerics, strategy, self.group, f"decode.{strategy}")
         return lambda: torch.ops.ub_overlap.fused_collective(self.x, "all_reduce", "sum", *args)
 
     def nccl(self, epilogue: Callable[..., Any] | None) -> Call:

@@ -37,7 +37,6 @@ class Policy:
     may_zero_copy: bool = False
     may_fuse: bool = False
     hierarchical: str = "auto"
-    prefetch_bytes: int = 0
     """The options of these names. `may_split`: `split` is "auto", and `overlap` not "off". `may_zero_copy`, `may_fuse`:
     `zero_copy` and `few_tokens` are "auto"."""
     _profiles: dict[tuple[int | None, str], Profile] = field(default_factory=dict)
@@ -50,7 +49,6 @@ class Policy:
             forced, threshold, options.autotune, options.profile, options.fp8.reduce_scatter, options.pack,
             options.independent_matmuls, options.split == "auto" and options.overlap != "off",
             options.split_bytes, options.zero_copy == "auto", options.few_tokens == "auto", options.hierarchical,
-            options.prefetch_bytes,
         )  # fmt: skip
 
     def is_modeled(self, device: str) -> bool:

@@ -287,18 +287,6 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class NextWeight:
-    """A weight that one of the next matmuls reads."""
-
-    node: Node
-    """The input of the graph."""
-    is_transposed: bool
-    """Whether the matmul reads its transpose, as that of a Linear does."""
-    matmul: Node
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Fused:
     """A collective of few tokens with what follows a reduction, as one kernel."""
 
@@ -318,9 +306,6 @@ class Fused:
     """The cast of the norm to float8, which is the result then."""
     why_no_cast: str = ""
     """Why a cast to float8 behind the norm is not part of the site; "" where there is none."""
-    prefetched: tuple[NextWeight, ...] = ()
-    prefetch_bytes: int = 0
-    """What a GPU reads of them into its L2 cache while it waits for its peers, at most."""
 
     @property
     def reduced(self) -> Node:

@@ -25,11 +25,9 @@ def rewrite_fused(e: Emitter, m: Fused, strategy: Strategy | DispatchTable, site
     assert c.op is not None
     branch, norm = _branch_arguments(m.branch or Branch(m.reduced)), _norm_arguments(m.norm)
     scales = (cast.scale, cast.amax_factor, cast.least_scale, cast.divides) if cast else (None, 0.0, 0.0, False)
-    weights = [e.transpose(w.node) if w.is_transposed else w.node for w in m.prefetched]
     op = e.call(
         torch.ops.ub_overlap.fused_collective.default, c.input, c.op.value, c.reduce_op or "sum", *branch, m.residual,
-        *norm[:4], m.round_sum, *norm[4:], *scales, dtype_of(cast.out if cast else c.input), weights, m.prefetch_bytes,
-        str(strategy), c.group, site,
+        *norm[:4], m.round_sum, *norm[4:], *scales, dtype_of(cast.out if cast else c.input), str(strategy), c.group, site,
     )  # fmt: skip
     replaced: dict[Node, Node] = {}
 

@@ -25,7 +25,6 @@ from ..graph.aten import dtype_of, shape_of
 from ..graph.matmul import Matmul
 from ..match import Bulk, Candidate, Fused, Gather, Miss, Site, fused_forms
 from ..match.fusion_order import FusionOrder
-from ..match.next_weights import find_next_weights
 from ..match.pack_groups import packed_forms
 from ..match.site import Match
 from ..overrides.requested_strategy import Override
@@ -151,12 +150,7 @@ class AlternativeFinder:
         """Return the fused forms whose sizes are known, the largest first: another site may have a part of it."""
         if not isinstance(candidate.fused, Fused):
             return []
-        forms = [form for form in fused_forms(candidate.collective) if self.find_unknown_size(form) is None]
-        if not (limit := self.costs.policy.prefetch_bytes):
-            return forms
-        weights = find_next_weights(candidate.collective, limit)
-        bytes = min(limit, sum(weight.bytes for weight in weights))
-        return [replace(form, prefetched=weights, prefetch_bytes=bytes) for form in forms]
+        return [form for form in fused_forms(candidate.collective) if self.find_unknown_size(form) is None]
 
     def _add_fused(self, alternatives: Alternatives, candidate: Candidate) -> None:
         """Add the fused form where it is predicted to be faster; else say in the miss why it is not."""

@@ -274,9 +274,6 @@ def _describe_fused(site: Site | None) -> str:
     parts += ["the cast to float8"] if site.cast else []
     *first, last = parts or [""]
     text = f"one kernel with {', '.join(first)}{' and ' if first else ''}{last}" if parts else ""
-    if site.prefetched:
-        names = ", ".join(module_path(weight.matmul) or weight.node.name for weight in site.prefetched)
-        text = "; ".join(filter(None, (text, f"a GPU prefetches up to {site.prefetch_bytes} bytes of the weights of {names}")))
     return f"{text}; the cast to float8 stays behind it: {site.why_no_cast}" if site.why_no_cast else text
 
 

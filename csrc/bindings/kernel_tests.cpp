@@ -6,10 +6,10 @@
 #include "bindings/definitions.h"
 #include "core/block_positions.h"
 #include "core/failure.h"
-#include "core/prefetch.h"
 #include "core/recent_map.h"
 #include "cpu/kernels.h"
 #ifdef UB_OVERLAP_CUDA
+#include "cuda/fused_alone.h"
 #include "cuda/kernels.h"
 #endif
 
@@ -55,32 +55,18 @@ void run_sum(const std::vector<std::pair<Address, int64_t>>& sources, const std:
 #endif
 }
 
-using SpanNumbers = std::tuple<Address, int64_t, int64_t, int64_t>;  // address, blocks, stride, bytes
-using LayoutNumbers = std::tuple<Address, int64_t, int64_t, int64_t, int64_t, int64_t>;
-
-// Returns the parts that are prefetched, each with its cache lines. `operands`: the fields of OperandLayout.
-std::vector<std::pair<SpanNumbers, int64_t>> first_parts_of(const std::vector<LayoutNumbers>& operands, int64_t bytes) {
-    std::vector<OperandLayout> layouts;
-    for (const auto& [data, depth, cols, row_stride, col_stride, item] : operands) {
-        layouts.push_back({pointer(data), depth, cols, row_stride, col_stride, item});
-    }
-    std::vector<std::pair<SpanNumbers, int64_t>> found;
-    for (const Span& part : first_parts(layouts, bytes)) {
-        found.push_back({{reinterpret_cast<Address>(part.data), part.blocks, part.stride, part.bytes}, lines_of(part)});
-    }
-    return found;
-}
-
-// Without CUDA there is nothing to do.
-void run_prefetch(const std::vector<SpanNumbers>& operands, uint64_t stream) {
-    std::vector<Span> spans;
-    for (const auto& [address, blocks, stride, bytes] : operands) spans.push_back({pointer(address), blocks, stride, bytes});
 #ifdef UB_OVERLAP_CUDA
-    cuda::launch_prefetch(spans, reinterpret_cast<cudaStream_t>(stream));
-#else
-    (void)stream;
-#endif
+// `residual`, `weight`, `normed`: 0 for a sum alone.
+void run_fused_alone(cuda::FusedAlone& group, Address input, Address output, int64_t rows, int64_t row_bytes, Address residual,
+                     Address weight, Address normed, uint64_t stream) {
+    Epilogue epilogue;
+    if (normed != 0) {
+        epilogue.norm.kind = Norm::rms, epilogue.norm.epsilon = 1e-5f, epilogue.norm.weight = pointer(weight);
+        epilogue.residual = pointer(residual), epilogue.normed = pointer(normed), epilogue.normed_type = DType::bf16;
+    }
+    group.run(pointer(input), pointer(output), rows, row_bytes, epilogue, reinterpret_cast<cudaStream_t>(stream));
 }
+#endif
 
 std::vector<std::pair<int64_t, int64_t>> block_positions(int64_t blocks, int64_t per_block,
                                                          const std::vector<int64_t>& numbers) {
@@ -108,12 +94,16 @@ void define_kernel_tests(py::module_& testing) {
     testing.def("run_sum", &run_sum, py::arg("sources"), py::arg("dtype"), py::arg("dst"), py::arg("dst_stride"),
                 py::arg("dst_dtype"), py::arg("blocks"), py::arg("elements"), py::arg("divisor"), py::arg("stream"),
                 "Adds up sources (address, stride in bytes) of `blocks` runs of `elements` elements, in fp32.");
-    testing.def("first_parts", &first_parts_of, py::arg("operands"), py::arg("bytes"),
-                "Returns what is prefetched of operands: ((address, runs, stride, bytes of a run), cache lines) of each part.");
-    testing.def("run_prefetch", &run_prefetch, py::arg("operands"), py::arg("stream"),
-                "Reads operands (address, blocks, stride, bytes) into the L2 cache.");
     testing.def("block_positions", &block_positions, py::arg("blocks"), py::arg("per_block"), py::arg("numbers"));
     testing.def("blocks_at_once", &BlockPositions::blocks_at_once, py::arg("per_block"));
+#ifdef UB_OVERLAP_CUDA
+    py::class_<cuda::FusedAlone>(testing, "FusedAlone", "Rank 0 of a group on one GPU whose peers are all itself.")
+        .def(py::init<int>(), py::arg("ranks"))
+        .def("run", &run_fused_alone, py::arg("input"), py::arg("output"), py::arg("rows"), py::arg("row_bytes"),
+             py::arg("residual") = 0, py::arg("weight") = 0, py::arg("normed") = 0, py::kw_only(), py::arg("stream"),
+             "Enqueues a one-shot all_reduce of bf16 rows, with residual and RMSNorm where `normed` is given.")
+        .def("has_failed", &cuda::FusedAlone::has_failed);
+#endif
     testing.def("use_recent_map", &use_recent_map, py::arg("capacity"), py::arg("keys"));
 }
 

@@ -138,7 +138,6 @@ struct Call {
     bool is_fused = false, two_shot = false;
     FusedGrid grid;
     Epilogue epilogue;
-    std::vector<Span> prefetched;  // of the next matmuls' operands, most_prefetched at most
 
     // Filled in by the session. The calls of a split slot have epochs of their own, and so have fused collectives.
     uint64_t epoch = 0;

@@ -65,15 +65,12 @@ struct FusedGrid {
     int blocks = 0, threads = 32, per_thread = 1;  // per_thread: vectors of a row that a thread has, 1, 2 or fused_vectors
 };
 
-// Operands of the next matmuls, of which a call reads the first part into the L2 cache while it waits for its peers.
-constexpr int most_prefetched = 4;
-
 constexpr int64_t vector_size = 16;
 constexpr int fused_threads = 512, fused_vectors = 8;                             // at most
 constexpr int64_t fused_row_limit = fused_vectors * fused_threads * vector_size;  // bytes of a row that a norm can read
 // Packets of a block's slice, and vectors that a rank sends to all peers, at most: beyond, twice the bytes take as long as a
 // fence.
-constexpr int64_t packet_size = 2 * vector_size, packet_vectors = 256, packet_sent_vectors = 8192;
+constexpr int64_t packet_size = 2 * vector_size, packet_vectors = 256, packet_sent_vectors = 16384;
 
 // `rows` rows of `row_bytes`, a multiple of 16. Other rows are chosen without `keep_rows`.
 FusedGrid make_fused_grid(int64_t rows, int64_t row_bytes, bool keep_rows);

@@ -1,197 +1,33 @@
-// Fused collectives: a collective of few tokens, and what follows a reduction, in one launch (core/fused_collective.h).
-//
-//     one-shot   push the slice to all peers | READY to each | residual and weight into registers | wait | rows
-//                a small slice as packets: READY and the residual do not wait for the pushes, and rows wait for packets
-//     two-shot   push part p of the slice to rank p | READY | wait | push the sum of part `rank` to all | READY2 | wait | rows
-//     rows       sum in fp32, in rank order, rounded | branch | add the residual, rounded | norm | amax of the row | cast
-//
-// A thread has the same vectors of every row, so it reads only what it wrote itself, packets that have landed, or what was
-// pushed before a flag that the block has awaited. Rows are summed one after the other. A norm needs one or two sums over the
-// threads of the block, and the scale of a row a maximum.
-//
-// Of few long rows each is dealt out to a cluster of blocks, so that more multiprocessors take part. These reductions
-// then go over the cluster, through distributed shared memory. A block that fails takes part with NaN: no block waits for it.
-//
-// While these blocks wait, the memory of the device is idle. Further blocks read the next matmuls' weights into its L2 cache.
+// Launches of fused collectives: the kernel, the grid and the parameters of a call (cuda/fused_kernel.h).
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/fused_exchange.h"
-#include "cuda/fused_packets.h"
-#include "cuda/fused_rows.h"
+#include "cuda/fused_call.h"
+#include "cuda/fused_kernels.h"
+#include "cuda/fused_reductions.h"
 
 namespace ub_overlap::cuda {
 namespace {
 
-constexpr int64_t least_segment = 256;  // vectors of a row that a block of a cluster has, at least
+constexpr int64_t least_segment = 64;  // vectors of a row that a block of a cluster has, at least
 
-enum class Exchange { gather, scatter, one_shot, two_shot };
-
-// How the exchange of a block ended. Of a failed one, whether the reductions of a cluster were taken part in.
-enum class Outcome { good, failed, failed_behind_rows };
-
-// Fills the block's results with NaN.
-__device__ void poison(const Parameters& p, const Block& block, int copies) {
-    const uint4 ones = make_uint4(~0u, ~0u, ~0u, ~0u);
-    for (int64_t i = threadIdx.x; i < block.size; i += blockDim.x) {
-        for (int k = 0; k < copies; ++k) p.output[k * p.vectors + block.first + i] = ones;
-    }
-    if (!p.norm.exists()) return;
-    auto* words = reinterpret_cast<uint32_t*>(p.normed) + block.first * p.normed_bytes / 4;
-    for (int64_t i = threadIdx.x; i < block.size * p.normed_bytes / 4; i += blockDim.x) words[i] = ~0u;
-    if (!p.row_scales) return;
-    float* scales = p.row_scales + block.first / (p.row_vectors * p.cluster);
-    for (int64_t i = threadIdx.x; i < block.size / p.row_vectors; i += blockDim.x) scales[i] = __uint_as_float(~0u);
+const void* kernel_of(Exchange exchange, DType type, int per_thread, Steps steps) {
+    if (exchange == Exchange::gather || type == DType::f32) return fused_kernel_f32(exchange, per_thread, steps);
+    return type == DType::bf16 ? fused_kernel_bf16(exchange, per_thread, steps) : fused_kernel_f16(exchange, per_thread, steps);
 }
 
-__device__ Outcome gather(const Parameters& p, const Block& block) {
-    const Group& g = p.group;
-    const bool in_packets = uses_packets<1>(p);
-    Packets packets(p, block);
-    const uint4* own = p.input + block.first;
-    for_vectors(
-        block.size, [&](int64_t i) { return own[i]; },
-        [&](int64_t i, uint4 value) {
-            if (in_packets) {
-                packets.store_at_peers(i, value);
-            } else {
-                store_at_peers(p, block, value, [&](uint4* to) { return to + g.rank * p.block_vectors + i; });
-            }
-            p.output[g.rank * p.vectors + block.first + i] = value;
-        });
-    if (!in_packets && !meet(p, block, FlagKind::ready)) return Outcome::failed;
-    if (in_packets) packets.exchange_words();
-    const uint4* landed = region_at(p, block, g.rank);
-    for_peers(g, [&](int source) {
-        for_vectors(
-            block.size,
-            [&](int64_t i) { return in_packets ? packets.load(source, i) : __ldcg(landed + source * p.block_vectors + i); },
-            [&](int64_t i, uint4 value) { p.output[source * p.vectors + block.first + i] = value; });
-    });
-    return in_packets && packets.have_failed() ? Outcome::failed : Outcome::good;
+Steps steps_of(const Call& call) {
+    const Epilogue& e = call.epilogue;
+    const bool casts = e.scale || e.row_scales;
+    const bool norms_plainly = e.norm.kind != Norm::layer && !e.norm.bias && e.norm.weight_offset == 0;
+    return !call.average && !e.has_branch() && e.round_sum && !casts && norms_plainly ? Steps::plain : Steps::all;
 }
 
-// reduce_scatter, and one-shot all_reduce: peers get another slice of the input, or the same.
-template <typename T, int per_thread, bool is_scatter>
-__device__ Outcome reduce_one_shot(const Parameters& p, const Block& block) {
-    const Group& g = p.group;
-    const bool in_packets = uses_packets<per_thread>(p);
-    Packets packets(p, block);
-    const auto store = [&](int peer, int64_t i, uint4 value) {
-        if (in_packets) {
-            packets.store(peer, i, value);
-        } else {
-            region_at(p, block, peer)[g.rank * p.block_vectors + i] = value;
-        }
-    };
-    if (is_scatter) {
-        for_peers(g, [&](int peer) {
-            const uint4* from = p.input + peer * p.vectors + block.first;
-            for_vectors(block.size, [&](int64_t i) { return from[i]; }, [&](int64_t i, uint4 value) { store(peer, i, value); });
-        });
-    } else {
-        const uint4* from = p.input + block.first;
-        for_vectors(
-            block.size, [&](int64_t i) { return from[i]; },
-            [&](int64_t i, uint4 value) { for_peers(g, [&](int peer) { store(peer, i, value); }); });
-    }
-    Rows<T, per_thread> rows(p, block);
-    if (!in_packets && !meet(p, block, FlagKind::ready)) return Outcome::failed;
-    if (in_packets) packets.exchange_words();
-    const uint4* own = p.input + (is_scatter ? g.rank * p.vectors : 0) + block.first;
-    const uint4* landed = region_at(p, block, g.rank);
-    rows.run([&](int64_t i) {
-        return sum_of<T>(p, [&](int rank) {
-            if (rank == g.rank) return __ldcg(own + i);
-            return in_packets ? packets.load(rank, i) : __ldcg(landed + rank * p.block_vectors + i);
-        });
-    });
-    return in_packets && packets.have_failed() ? Outcome::failed_behind_rows : Outcome::good;
-}
-
-template <typename T, int per_thread>
-__device__ Outcome reduce_two_shot(const Parameters& p, const Block& block) {
-    const Group& g = p.group;
-    const auto part_begin = [&](int rank) { return block.size * rank / g.ranks; };
-    const int64_t largest = (p.block_vectors + g.ranks - 1) / g.ranks, sums = g.ranks * largest;  // the slice of sums
-    const uint4* from = p.input + block.first;
-    for_peers(g, [&](int peer) {
-        const int64_t begin = part_begin(peer);
-        uint4* to = region_at(p, block, peer) + g.rank * largest;
-        for_vectors(
-            part_begin(peer + 1) - begin, [&](int64_t i) { return from[begin + i]; },
-            [&](int64_t i, uint4 value) { to[i] = value; });
-    });
-    if (!meet(p, block, FlagKind::ready)) return Outcome::failed;
-    uint4* landed = region_at(p, block, g.rank);
-    const int64_t begin = part_begin(g.rank);
-    const auto summed = [&](int64_t i) {
-        return sum_of<T>(p, [&](int rank) { return __ldcg(rank == g.rank ? from + begin + i : landed + rank * largest + i); });
-    };
-    for_vectors<1>(part_begin(g.rank + 1) - begin, summed, [&](int64_t i, uint4 value) {
-        store_at_peers(p, block, value, [&](uint4* to) { return to + sums + begin + i; });
-        landed[sums + begin + i] = value;
-    });
-    Rows<T, per_thread> rows(p, block);
-    if (!meet(p, block, FlagKind::ready2)) return Outcome::failed;
-    rows.run([&](int64_t i) { return __ldcg(landed + sums + i); });
-    return Outcome::good;
-}
-
-template <Exchange exchange, typename T, int per_thread>
-__global__ void __launch_bounds__(fused_threads) fused_kernel(const __grid_constant__ Parameters p) {
-    if (static_cast<int>(blockIdx.x) >= p.blocks) {
-        const uint32_t threads = (gridDim.x - static_cast<uint32_t>(p.blocks)) * blockDim.x;
-        prefetch(p.prefetched, (blockIdx.x - static_cast<uint32_t>(p.blocks)) * blockDim.x + threadIdx.x, threads);
-        return;
-    }
-    __shared__ uint64_t word;
-    if (p.cluster > 1) begin_cluster();
-    if (threadIdx.x == 0) word = begin(p);
-    __syncthreads();
-    Block block;
-    block.word = word;
-    block.slot = fused_slot + static_cast<int>(epoch_half(word) % fused_slots);
-    block.first = blockIdx.x * p.block_vectors;
-    block.size = p.vectors - block.first < p.block_vectors ? p.vectors - block.first : p.block_vectors;
-    Outcome outcome = Outcome::failed;
-    if (word != 0) {
-        if constexpr (exchange == Exchange::gather) outcome = gather(p, block);
-        if constexpr (exchange == Exchange::scatter) outcome = reduce_one_shot<T, per_thread, true>(p, block);
-        if constexpr (exchange == Exchange::one_shot) outcome = reduce_one_shot<T, per_thread, false>(p, block);
-        if constexpr (exchange == Exchange::two_shot) outcome = reduce_two_shot<T, per_thread>(p, block);
-    }
-    if (outcome == Outcome::failed) fail_cluster(p);
-    if (outcome != Outcome::good) poison(p, block, exchange == Exchange::gather ? p.group.ranks : 1);
-    end(p, epoch_half(word), outcome == Outcome::good);
-}
-
-using FusedKernel = void (*)(Parameters);
-
-template <typename T, int per_thread>
-FusedKernel kernel_for(Exchange exchange) {
-    switch (exchange) {
-        case Exchange::gather:
-            return &fused_kernel<Exchange::gather, float, 1>;
-        case Exchange::scatter:
-            return &fused_kernel<Exchange::scatter, T, per_thread>;
-        case Exchange::one_shot:
-            return &fused_kernel<Exchange::one_shot, T, per_thread>;
-        default:
-            return &fused_kernel<Exchange::two_shot, T, per_thread>;
-    }
-}
-
-FusedKernel kernel_of(Exchange exchange, DType type, int per_thread) {
-    FusedKernel kernel = nullptr;
-    if (exchange == Exchange::gather) return kernel_for<float, 1>(exchange);
-    with_type(type, [&](auto t) {
-        using T = decltype(t);
-        kernel = per_thread == 1   ? kernel_for<T, 1>(exchange)
-                 : per_thread == 2 ? kernel_for<T, 2>(exchange)
-                                   : kernel_for<T, fused_vectors>(exchange);
-    });
-    return kernel;
+// Whether slices are sent as packets: they are small, with rows of one vector for each thread.
+bool uses_packets(const Call& call, const FusedGrid& grid) {
+    static_assert(packet_vectors <= fused_threads);
+    return !(call.collective == Collective::reduce && call.two_shot) && grid.per_thread == 1 &&
+           grid.block_vectors <= packet_vectors && grid.vectors * (call.ranks - 1) <= packet_sent_vectors;
 }
 
 Exchange exchange_of(const Call& call) {
@@ -226,13 +62,6 @@ FusedGrid divide(FusedGrid grid, int cluster) {
     return grid;
 }
 
-// Returns how many further blocks prefetch: no more than the device can run next to those that exchange, in whole clusters.
-int64_t prefetching_blocks(const CachedSpans& spans, const FusedGrid& grid, int cluster, int64_t resident) {
-    const int64_t lines_of_block = int64_t{lines_of_thread} * grid.threads;
-    const int64_t needed = (lines_of(spans) + lines_of_block - 1) / lines_of_block;
-    return std::min((needed + cluster - 1) / cluster, (resident - grid.blocks) / cluster) * cluster;
-}
-
 NormParameters parameters_of(const RowNorm& norm) {
     return {norm.kind,
             norm.round_before_weight,
@@ -247,9 +76,18 @@ NormParameters parameters_of(const RowNorm& norm) {
 void preload_fused_collectives() {
     for (const Exchange exchange : {Exchange::gather, Exchange::scatter, Exchange::one_shot, Exchange::two_shot}) {
         for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
-            for (const int per_thread : {1, 2, fused_vectors}) load(kernel_of(exchange, type, per_thread), fused_threads);
+            for (const int per_thread : {1, 2, fused_vectors}) {
+                for (const Steps steps : {Steps::plain, Steps::all}) {
+                    resident_blocks(kernel_of(exchange, type, per_thread, steps), fused_threads);  // loads it
+                }
+            }
         }
     }
+}
+
+int64_t bytes_of_source(const Call& call) {
+    const FusedGrid grid = divide(call.grid, cluster_of(call.grid, call.epilogue));
+    return uses_packets(call, grid) ? packet_vectors * packet_size : grid.block_vectors * vector_size;
 }
 
 void launch_fused_collective(const Group& group, const Call& call, const std::vector<char*>& memory, int64_t region,
@@ -258,9 +96,9 @@ void launch_fused_collective(const Group& group, const Call& call, const std::ve
     const Epilogue& epilogue = call.epilogue;
     const int cluster = cluster_of(call.grid, epilogue);
     const FusedGrid grid = divide(call.grid, cluster);
-    const FusedKernel kernel = kernel_of(exchange_of(call), call.type, grid.per_thread);
+    const void* kernel = kernel_of(exchange_of(call), call.type, grid.per_thread, steps_of(call));
     // Blocks wait for their like at the peers, so all of them must run at once.
-    const int64_t resident = resident_blocks(reinterpret_cast<const void*>(kernel), fused_threads);
+    const int64_t resident = resident_blocks(kernel, fused_threads);
     if (resident < grid.blocks) {
         throw NamedError("UbOverlapError", {{"what", "the device is too small for a fused collective"},
                                             {"where", call.op_name + " at site '" + call.site + "'"},
@@ -270,11 +108,12 @@ void launch_fused_collective(const Group& group, const Call& call, const std::ve
     }
     Parameters p{};
     p.group = group;
-    for (size_t r = 0; r < memory.size(); ++r)
-        p.packets[r] = memory[r], p.regions[r] = memory[r] + fused_packet_bytes(call.ranks);
-    p.region = region, p.timeout_ns = static_cast<uint64_t>(timeout_ns), p.tag = call.tag;
-    p.cluster = cluster;
-    p.vectors = grid.vectors, p.row_vectors = grid.row_vectors, p.block_vectors = grid.block_vectors;
+    for (size_t r = 0; r < memory.size(); ++r) p.memory[r] = memory[r];
+    p.packets = fused_packet_bytes(call.ranks), p.region = region;
+    p.timeout_ns = static_cast<uint64_t>(timeout_ns), p.tag = call.tag;
+    p.cluster = cluster, p.in_packets = uses_packets(call, grid);
+    p.vectors = grid.vectors;
+    p.row_vectors = static_cast<int32_t>(grid.row_vectors), p.block_vectors = static_cast<int32_t>(grid.block_vectors);
     p.divisor = call.average ? static_cast<float>(call.ranks) : 1.0f;
     p.input = reinterpret_cast<const uint4*>(call.input), p.output = reinterpret_cast<uint4*>(call.output);
     p.residual = reinterpret_cast<const uint4*>(epilogue.residual);
@@ -288,18 +127,15 @@ void launch_fused_collective(const Group& group, const Call& call, const std::ve
     p.inverse_cols = 1.0f / static_cast<float>(call.grid.row_vectors * vector_size / size_of(call.type));
     p.scale = epilogue.scale, p.row_scales = epilogue.row_scales, p.normed = epilogue.normed;
     p.normed_bytes = static_cast<int32_t>(vector_size / size_of(call.type) * size_of(epilogue.normed_type));
-    p.blocks = grid.blocks;
-    p.prefetched = cached_spans(call.prefetched);
-    const int64_t prefetching = prefetching_blocks(p.prefetched, grid, cluster, resident);
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
     attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(grid.blocks + prefetching)),
-    config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+    config.gridDim = dim3(static_cast<unsigned>(grid.blocks)), config.blockDim = dim3(static_cast<unsigned>(grid.threads));
     config.stream = stream, config.attrs = &attribute, config.numAttrs = cluster > 1 ? 1 : 0;
-    check(cudaLaunchKernelEx(&config, kernel, p), "launch a fused collective");
+    void* arguments[] = {&p};
+    check(cudaLaunchKernelExC(&config, kernel, arguments), "launch a fused collective");
 }
 
 }  // namespace ub_overlap::cuda

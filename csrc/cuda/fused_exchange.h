@@ -6,6 +6,8 @@
 // before have returned by then, as the block has released its lock since.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/fused_call.h"
 
 namespace ub_overlap::cuda {
@@ -15,9 +17,10 @@ namespace {
 __device__ uint64_t begin(const Parameters& p) {
     const Group& g = p.group;
     uint64_t* state = &g.local->fused[blockIdx.x];
+    // Relaxed: what depends on the lock also depends on the epoch, and loads on the way need not wait.
     const auto lock = [state] {
         uint64_t old;
-        asm volatile("atom.acquire.gpu.global.or.b64 %0, [%1], %2;" : "=l"(old) : "l"(state), "l"(fused_lock) : "memory");
+        asm volatile("atom.relaxed.gpu.global.or.b64 %0, [%1], %2;" : "=l"(old) : "l"(state), "l"(fused_lock) : "memory");
         return old;
     };
     // Issued together with the lock, which takes as long: the waits look for aborts and failures of this moment.
@@ -43,27 +46,33 @@ __device__ uint64_t begin(const Parameters& p) {
     return abort != 0 || failed != 0 ? 0 : word;
 }
 
-// Lets the next kernel use the block. Called by all threads. The lock of a failed block stays: its epoch has not ended at the
-// peers, and a kernel that finds it taken sees the failure.
-__device__ void end(const Parameters& p, uint32_t epoch, bool good) {
-    __syncthreads();
-    if (threadIdx.x != 0 || !good) return;
+// Lets the next kernel use the block. Run by one thread, behind a barrier. The lock of a failed block stays: its epoch has not
+// ended at the peers, and a kernel that finds it taken sees the failure.
+__device__ void end(const Parameters& p, uint64_t word) {
     uint64_t* state = &p.group.local->fused[blockIdx.x];
-    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(state), "l"(static_cast<uint64_t>(epoch)) : "memory");
+    const uint64_t epoch = epoch_half(word);
+    if (p.in_packets) {
+        // A release would wait until all stores are performed, also those at peers. The next kernel needs only that the
+        // reads of packets have returned, and they have: the block has used the values in front of the barrier.
+        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(state), "l"(epoch) : "memory");
+    } else {
+        asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(state), "l"(epoch) : "memory");
+    }
 }
 
 // Calls `store(i, load(i))` for each vector i < size, `width` loads of a thread at a time.
 template <int width = 4, typename Load, typename Store>
-__device__ inline void for_vectors(int64_t size, Load load, Store store) {
-    for (int64_t base = threadIdx.x; base < size; base += width * int64_t{blockDim.x}) {
+__device__ inline void for_vectors(int32_t size, Load load, Store store) {
+    const auto step = static_cast<int32_t>(blockDim.x);
+    for (auto base = static_cast<int32_t>(threadIdx.x); base < size; base += width * step) {
         uint4 loaded[width];
 #pragma unroll
         for (int k = 0; k < width; ++k) {
-            if (base + k * int64_t{blockDim.x} < size) loaded[k] = load(base + k * int64_t{blockDim.x});
+            if (base + k * step < size) loaded[k] = load(base + k * step);
         }
 #pragma unroll
         for (int k = 0; k < width; ++k) {
-            if (base + k * int64_t{blockDim.x} < size) store(base + k * int64_t{blockDim.x}, loaded[k]);
+            if (base + k * step < size) store(base + k * step, loaded[k]);
         }
     }
 }
@@ -84,7 +93,8 @@ __device__ inline void store_at_peers(const Parameters& p, const Block& block, u
 template <bool releases = true>
 __device__ inline void send_word(const Parameters& p, const Block& block, FlagKind kind, int peer) {
     const Group& g = p.group;
-    uint64_t* at = flag_words(g.shared[peer]) + flag_place(kind, block.slot, g.rank, static_cast<int>(blockIdx.x), g.ranks);
+    uint64_t* at =
+        flag_words(g.shared[peer]) + flag_place(kind, slot_of(block.word), g.rank, static_cast<int>(blockIdx.x), g.ranks);
     if (releases) {
         store_release(at, block.word);
     } else {
@@ -92,14 +102,16 @@ __device__ inline void send_word(const Parameters& p, const Block& block, FlagKi
     }
 }
 
+// Whether the word `seen` is of the call of `word`, or of a later one.
+__device__ inline bool has_arrived(uint64_t seen, uint64_t word) {
+    return seen != 0 && static_cast<int32_t>(epoch_half(seen) - epoch_half(word)) >= 0;
+}
+
 // Waits for the word of a peer. Returns whether it is that of this call; else the group has failed.
 __device__ bool wait_for_word(const Parameters& p, const Block& block, FlagKind kind, int peer) {
     const Group& g = p.group;
-    const WaitWord w = wait_word(p, block, kind, peer);
-    const uint32_t expected = epoch_half(block.word);
-    const auto arrived = [expected](uint64_t seen) {
-        return seen != 0 && static_cast<int32_t>(epoch_half(seen) - expected) >= 0;
-    };
+    const WaitWord w = wait_word(p, block.word, kind, peer);
+    const auto arrived = [word = block.word](uint64_t seen) { return has_arrived(seen, word); };
     const uint64_t seen = spin_for_flag(g, w, block.word, p.timeout_ns, arrived, [](uint64_t word) { return word; });
     if (seen != 0 && seen != block.word) fail(g, w, WaitOutcome::mismatch, block.word, seen, 0, 0);
     return seen == block.word;
@@ -119,32 +131,74 @@ __device__ bool meet(const Parameters& p, const Block& block, FlagKind kind) {
     return !__syncthreads_or(failed);
 }
 
-// Returns the sum over ranks, in their order, of one vector, rounded to T. `source(rank)` returns its vector.
-template <typename T, typename Source>
-__device__ inline uint4 sum_of(const Parameters& p, Source source) {
-    constexpr int n = elements_of_vector<T>, width = 4;
+// Calls `body` with the number of peers whose vectors a thread loads at a time, as a constant.
+template <int most, typename Body>
+__device__ inline void with_width(const Group& g, Body body) {
+    if (g.ranks == 2) {
+        body(std::integral_constant<int, 1>());
+    } else if (most <= 3 || g.ranks <= 4) {
+        body(std::integral_constant<int, 3>());
+    } else {
+        body(std::integral_constant<int, most>());
+    }
+}
+
+// The rank of peer number i < ranks - 1, in the order of ranks. The last one where i is larger.
+__device__ inline int peer_rank(const Group& g, int i) {
+    const int peer = i < g.ranks - 1 ? i : g.ranks - 2;
+    return peer < g.rank ? peer : peer + 1;
+}
+
+// Returns the sum over ranks, in their order, of one vector, rounded to T. `own`: that of this rank. `load(first, vectors)`:
+// loads those of the peers number first, first + 1, ...; beyond the last one any.
+template <typename T, int most, Steps steps, typename Load>
+__device__ inline uint4 sum_of(const Parameters& p, uint4 own, Load load) {
+    constexpr int n = elements_of_vector<T>;
+    const int peers = p.group.ranks - 1, rank = p.group.rank;
+    Vector<T> mine;
+    mine.line = own;
     float sum[n];
-    for (int base = 0; base < p.group.ranks; base += width) {
-        Vector<T> loaded[width];
+    const auto add = [&](const Vector<T>& vector, bool is_first) {
 #pragma unroll
-        for (int k = 0; k < width; ++k) {
-            if (base + k < p.group.ranks) loaded[k].line = source(base + k);
+        for (int e = 0; e < n; ++e) {
+            const float value = to_float(vector.v[e]);
+            sum[e] = is_first ? value : sum[e] + value;
         }
+    };
+    with_width<most>(p.group, [&](auto number) {
+        constexpr int width = decltype(number)::value;
+        for (int first = 0; first < peers; first += width) {
+            Vector<T> loaded[width];
+            load(first, loaded);
 #pragma unroll
-        for (int k = 0; k < width; ++k) {
-            if (base + k >= p.group.ranks) continue;
-#pragma unroll
-            for (int e = 0; e < n; ++e) {
-                const float value = to_float(loaded[k].v[e]);
-                sum[e] = base + k == 0 ? value : sum[e] + value;
+            for (int k = 0; k < width; ++k) {
+                if (first + k >= peers) break;
+                if (first + k == rank) add(mine, rank == 0);
+                add(loaded[k], first + k == 0 && rank != 0);
             }
         }
+    });
+    if (rank == peers) add(mine, false);
+    if (steps == Steps::all && p.divisor != 1.0f) {
+#pragma unroll
+        for (int e = 0; e < n; ++e) sum[e] /= p.divisor;
     }
     Vector<T> result;
 #pragma unroll
-    for (int e = 0; e < n; ++e) from_float(p.divisor == 1.0f ? sum[e] : sum[e] / p.divisor, result.v[e]);
+    for (int e = 0; e < n; ++e) from_float(sum[e], result.v[e]);
     return result.line;
 }
+
+// Loads what the peers number first, first + 1, ... have pushed. `at(rank)`: where that of a rank lies.
+template <int width, typename V, typename At>
+__device__ inline void load_at_peers(const Parameters& p, int first, V (&loaded)[width], At at) {
+#pragma unroll
+    for (int k = 0; k < width; ++k) loaded[k].line = __ldcg(at(peer_rank(p.group, first + k)));
+}
+
+// How many peers at most. Threads with several vectors have several loads under way as it is.
+template <int per_thread>
+constexpr int peers_at_once = per_thread == 1 ? 4 : 3;
 
 }  // namespace
 }  // namespace ub_overlap::cuda

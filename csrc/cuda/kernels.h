@@ -74,9 +74,6 @@ void launch_stamp(uint64_t* where, cudaStream_t stream);
 
 // Copies by kernels, 16 bytes per thread if the addresses allow it.
 void launch_copy(const Span& src, const Span& dst, cudaStream_t stream);
-
-// Reads spans into the device's L2 cache, most_prefetched at most. Alone, for tests: fused collectives do so while they wait.
-void launch_prefetch(const std::vector<Span>& spans, cudaStream_t stream);
 // dst = (sum of sources in their order, in fp32) / divisor, rounded once.
 void launch_reduce(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor, cudaStream_t stream);
 // The same sum if some sources are float8 with scales.
@@ -104,6 +101,8 @@ void launch_transpose(const char* from, int64_t rows, int64_t cols, char* to, cu
 // region in a slot. `call` has the buffers. Waits end at `timeout_ns`; the block's results are NaN then.
 void launch_fused_collective(const Group& group, const Call& call, const std::vector<char*>& memory, int64_t region,
                              int64_t timeout_ns, cudaStream_t stream);
+// Bytes from what one source of a one-shot call pushes to a block to what the next one does.
+int64_t bytes_of_source(const Call& call);
 
 // Throws NamedError("UbOverlapError") for a CUDA error. `what`: the action that failed, "launch a wait".
 void check(cudaError_t code, const char* what);

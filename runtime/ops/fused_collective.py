@@ -23,9 +23,6 @@ as vLLM's RMSNorm.forward_native does.
 
 scale: one fp32, or None. `divide_by_scale`: rows are divided by their scale, not multiplied by its reciprocal.
 
-prefetched: at most 4 right operands [K, N] of later matmuls, with stride 1 in one dim. While a GPU waits for its peers, it
-reads the first `prefetch_bytes` bytes of them into its L2 cache, in the order of K. Results do not depend on it.
-
 With a norm or a branch, a row has a multiple of 16 bytes, and at most 65536. Otherwise the result of a rank has a multiple of
 16 bytes.
 """
@@ -49,12 +46,9 @@ SCHEMA = (
     "Tensor? residual, str norm, Tensor? weight, Tensor? bias, float epsilon, "
     "bool round_sum, bool round_before_weight, float weight_offset, "
     "Tensor? scale, float amax_factor, float least_scale, bool divide_by_scale, ScalarType normed_dtype, "
-    "Tensor[] prefetched, int prefetch_bytes, "
     "str strategy, str group, str site) -> (Tensor summed, Tensor normed, Tensor row_scales)"
 )
 
-NO_PREFETCH = ([], 0)
-"""Arguments `prefetched` and `prefetch_bytes` of a call that prefetches nothing."""
 NO_BRANCH = (None, "none", None, None, 0.0, False, 0.0, 1.0, None)
 """Arguments from `linear_bias` to `addend` with which the branch is the reduced tensor."""
 
@@ -96,8 +90,6 @@ class FusedArgs(NamedTuple):
     least_scale: float
     divide_by_scale: bool
     normed_dtype: torch.dtype
-    prefetched: list[Tensor]
-    prefetch_bytes: int
     strategy: str
     group: str
     site: str

@@ -266,20 +266,28 @@ class testing:
     @staticmethod
     def set_mirrored(on: bool) -> None:
         """Accept schedules that signal in the name of other ranks (benchmarks/mirror), and forget all schedules."""
+    class FusedAlone:
+        """Rank 0 of a group on one GPU whose peers are all itself. Defined in builds with CUDA only."""
+
+        def __init__(self, ranks: int) -> None: ...
+        def run(
+            self,
+            input: int,
+            output: int,
+            rows: int,
+            row_bytes: int,
+            residual: int = 0,
+            weight: int = 0,
+            normed: int = 0,
+            *,
+            stream: int,
+        ) -> None:
+            """Enqueue a one-shot all_reduce of bf16 rows, with residual and RMSNorm where `normed` is given."""
+        def has_failed(self) -> bool: ...
+
     @staticmethod
     def run_copy(src: int, src_stride: int, dst: int, dst_stride: int, blocks: int, bytes: int, stream: int | None) -> None:
         """Copy `blocks` runs of `bytes` bytes by the executor's kernel. `stream` None: the CPU's."""
-    @staticmethod
-    def first_parts(
-        operands: Sequence[tuple[int, int, int, int, int, int]], bytes: int
-    ) -> list[tuple[tuple[int, int, int, int], int]]:
-        """Return what is prefetched of operands: ((address, runs, stride, bytes of a run), cache lines) of each part.
-
-        operands: (address, rows, columns, bytes between rows, bytes between columns, bytes of an element). `bytes`: the limit.
-        """
-    @staticmethod
-    def run_prefetch(operands: Sequence[tuple[int, int, int, int]], stream: int) -> None:
-        """Read operands (address, runs, stride, bytes of a run) into the L2 cache."""
     @staticmethod
     def run_sum(
         sources: Sequence[tuple[int, int]],

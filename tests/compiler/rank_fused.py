@@ -72,19 +72,6 @@ def run_batches(rank: int, world: int, name: str, batches: list[int], options: d
     return {"strategies": [str(d.strategy) for plan in plans for d in plan.decisions], "same": same}
 
 
-def run_prefetching(rank: int, world: int, inner: str) -> dict[str, Any]:
-    """Compile two layers without and with `prefetch_bytes`. Return the second's details, and whether the bits are equal."""
-    args, results, details = inputs(rank, world, torch.bfloat16), [], list[str]()
-    for limit in (0, 1 << 20):
-        torch._dynamo.reset()
-        mark = HISTORY.mark()
-        options = {"overrides": [{"strategy": "one_shot"}], "inner": inner, "prefetch_bytes": limit}
-        with uncached(), torch.no_grad():
-            results.append(flat(torch.compile(fused_forms.two_layers, backend="ub_overlap", options=options)(*args)))
-        details = [d.detail for plan in HISTORY.since(mark) for d in plan.decisions]
-    return {"details": details, "same": all(torch.equal(a, b) for a, b in zip(*results, strict=True))}
-
-
 def compare(function: Form, args: tuple[Tensor, ...], options: dict[str, Any]) -> dict[str, Any]:
     """Compile and run a function. Return its decisions, and the difference from eager."""
     mark = HISTORY.mark()

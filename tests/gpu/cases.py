@@ -140,13 +140,11 @@ class Maker:
         branch_norm: str = "none",
         factor: float = 1.0,
         addend: bool = False,
-        prefetch_bytes: int = 0,
     ) -> Case:
         """A collective of few tokens. `rows`: of a rank's result (all_gather: of its shard).
 
         `scale`: the float8 format of the normed rows. `by_row`: each has its own scale. `offset`: of the weights.
-        `linear_bias`, `branch_norm`, `factor`, `addend`: of the branch. `prefetch_bytes`: of three operands: the weight of a
-        Linear, rows without it at odd addresses, and float8.
+        `linear_bias`, `branch_norm`, `factor`, `addend`: of the branch.
         """
         has_norm = norm != "none"
         x = self.randn(rows * self.ranks if collective == "reduce_scatter" else rows, cols, dtype=dtype)
@@ -161,12 +159,9 @@ class Maker:
             vectors[2] if weight and branch_norm == "layer" else None, 1e-4, rounded, offset, factor,
             self.randn(rows, cols, dtype=dtype) if addend else None,
         )  # fmt: skip
-        weights = []
-        if prefetch_bytes:
-            weights = [self.randn(300, 520, dtype=dtype).t(), self.randn(133, 77, dtype=dtype)[:, 5:], self.float8(64, 48).t()]
         return FUSED, (
             x, collective, by, *branch, other, norm, vector, bias, 1e-5, round_sum, rounded, offset, one, *rows_scales, divides,
-            scale or dtype, weights, prefetch_bytes,
+            scale or dtype,
         )  # fmt: skip
 
     def kind(self, name: str, size: int = 256, dtype: torch.dtype = BF16) -> tuple[Case, str]:

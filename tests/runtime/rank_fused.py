@@ -56,8 +56,7 @@ def arguments(
     return FusedArgs(
         data(own, cols, seed=seed + rank, dtype=dtype), collective, options.get("by", "sum"), *branch, residual, norm, weight,
         bias, 1e-5, options.get("round_sum", True), bool(options.get("rounded")), options.get("offset", 0.0), scale,
-        *rows_scales, bool(options.get("divides")), format or dtype, options.get("prefetched", []),
-        options.get("prefetch_bytes", 0), strategy, name, options.get("site", "/fused"),
+        *rows_scales, bool(options.get("divides")), format or dtype, strategy, name, options.get("site", "/fused"),
     )  # fmt: skip
 
 
@@ -237,9 +236,6 @@ def misuse(rank: int, world: int) -> list[dict[str, Any]]:
         wrong(normed_dtype=torch.float16),
         wrong(normed_dtype=torch.float8_e4m3fn, scale=torch.tensor(1.0), amax_factor=1 / 448, least_scale=1e-9),
         wrong(normed_dtype=torch.float8_e4m3fn, amax_factor=1 / 448),
-        wrong(prefetched=[data(2, 3, 4, seed=0)], prefetch_bytes=100),
-        wrong(prefetched=[data(8, 8, seed=0)[::2, ::2]], prefetch_bytes=100),
-        wrong(prefetched=[data(8, 8, seed=0)] * 5, prefetch_bytes=100),
     ]
     a = arguments("all_reduce", "one_shot", 4, 8, rank, world, name, norm="rms")
     return [*found, {"error": "" if equal(call(a), expected(a, rank, world)) else "wrong"}]

@@ -31,9 +31,6 @@ MISUSES = (
     "the normed rows keep the input's dtype",
     "rows have scales of their own, and the tensor has one too",
     "the scale of a row of zeros would be 0",
-    "a prefetched operand is no matrix",
-    "a prefetched operand has gaps in its rows and columns",
-    "too many operands are prefetched",
 )
 """What the errors of rank_fused.misuse say, in order."""
 

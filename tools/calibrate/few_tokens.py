@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ub_overlap.compiler.cost.fused_curves import FUSED_KINDS, WITH_NORM, without_peaks
 from ub_overlap.compiler.cost.fused_time import strategies_of
-from ub_overlap.runtime.ops.fused_collective import NO_BRANCH, NO_PREFETCH
+from ub_overlap.runtime.ops.fused_collective import NO_BRANCH
 
 from ..rank_process import World, capture_graph
 from .kernels import Calls
@@ -89,7 +89,7 @@ def _forms(calls: Calls, kind: str, size: int, epilogue: Callable[..., Any]) -> 
     def fused(strategy: str, norm: str) -> Callable[[], Any]:
         more = (residual, norm, weight) if norm != "none" else (None, norm, None)
         numerics = (None, EPSILON, True, False, 0.0, None, 0.0, 0.0, False, calls.dtype)
-        rest = (*numerics, *NO_PREFETCH, strategy, calls.group, f"calibrate/{kind} {strategy} {norm} {size}")
+        rest = (*numerics, strategy, calls.group, f"calibrate/{kind} {strategy} {norm} {size}")
         return lambda: op(source, kind, "sum", *NO_BRANCH, *more, *rest)
 
     def plain_with_norm() -> Any:

@@ -2,7 +2,6 @@
 #include "bindings/fallback.h"
 #include "bindings/ops/collective_sizes.h"
 #include "bindings/ops/ops.h"
-#include "bindings/ops/prefetched.h"
 #include "bindings/ops/run_op.h"
 #include "core/float8.h"
 
@@ -114,8 +113,7 @@ ThreeTensors fused_collective(const Site& site, const Tensor& input, std::string
                               const OptionalTensor& residual, std::string norm, const OptionalTensor& weight,
                               const OptionalTensor& bias, double epsilon, bool round_sum, bool round_before_weight,
                               double weight_offset, const OptionalTensor& scale, double amax_factor, double least_scale,
-                              bool divide_by_scale, at::ScalarType normed_dtype, at::TensorList prefetched,
-                              int64_t prefetch_bytes) {
+                              bool divide_by_scale, at::ScalarType normed_dtype) {
     return run_op(input.device(), [&]() -> ThreeTensors {
         Builder b("fused_collective", input.device(), site);
         Call& call = b.call;
@@ -171,7 +169,6 @@ ThreeTensors fused_collective(const Site& site, const Tensor& input, std::string
         e.norm.weight_offset = static_cast<float>(weight_offset);
         e.round_sum = round_sum || !has_norm || !has(residual), e.divide_by_scale = divide_by_scale;
         e.amax_factor = static_cast<float>(amax_factor), e.least_scale = static_cast<float>(least_scale);
-        call.prefetched = prefetched_parts(b, prefetched, prefetch_bytes, input.device());
         b.describe("input", input);
         b.note("reduce_op", reduce_op), b.note("norm", norm), b.note("residual", has(residual));
         b.note("branch_norm", branch_norm), b.note("linear_bias", has(linear_bias));
@@ -217,8 +214,6 @@ ThreeTensors fused_collective(const Site& site, const Tensor& input, std::string
                                                 .real(least_scale)
                                                 .flag(divide_by_scale)
                                                 .dtype(normed_dtype)
-                                                .tensors(prefetched)
-                                                .integer(prefetch_bytes)
                                                 .run(site);
         return {results.at(0), results.at(1), results.at(2)};
     });

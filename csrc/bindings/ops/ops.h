@@ -58,8 +58,7 @@ ThreeTensors fused_collective(const Site& site, const at::Tensor& input, std::st
                               const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double epsilon,
                               bool round_sum, bool round_before_weight, double weight_offset,
                               const std::optional<at::Tensor>& scale, double amax_factor, double least_scale,
-                              bool divide_by_scale, at::ScalarType normed_dtype, at::TensorList prefetched,
-                              int64_t prefetch_bytes);
+                              bool divide_by_scale, at::ScalarType normed_dtype);
 
 // Begins a collective and returns a token. Strategies are not dispatched: finish must run what start began.
 at::Tensor start_collective(const at::Tensor& input, std::string collective, std::string reduce_op, at::ScalarType out_dtype,

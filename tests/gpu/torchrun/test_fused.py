@@ -41,13 +41,12 @@ class Shape:
     branch: str = "none"
     factor: float = 1.0
     addend: bool = False
-    prefetch_bytes: int = 0
 
     def make(self, maker: Maker) -> Case:
         return maker.fused(
             self.dtype, self.rows, self.cols, self.collective, self.norm, self.by, self.residual, self.weight,
             self.round_before_weight, self.scale, self.by_row, self.round_sum, self.divides, self.offset,
-            self.linear_bias, self.branch, self.factor, self.addend, self.prefetch_bytes,
+            self.linear_bias, self.branch, self.factor, self.addend,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -64,7 +63,6 @@ class Shape:
                 *([f"branch {self.branch}"] if self.branch != "none" else []),
                 *([f"factor {self.factor}"] if self.factor != 1 else []),
                 *(["addend"] if self.addend else []),
-                *([f"prefetches {self.prefetch_bytes}"] if self.prefetch_bytes else []),
             ]
         )
 
@@ -97,8 +95,6 @@ SHAPES = [
     *(Shape(rows, 8192, branch="rms", scale=E4M3, by_row=True, weight=rows == 1) for rows in (1, 70)),
     *(Shape(rows, 32768, branch="layer", linear_bias=True, round_before_weight=True) for rows in (1, 70)),
     Shape(65, 4096, collective="reduce_scatter", branch="rms", linear_bias=True),
-    *(Shape(rows, 4096, prefetch_bytes=n) for rows in (1, 16, 200) for n in (1, 5000, 1 << 20)),
-    plain_sum(1, 2048, collective="all_gather", prefetch_bytes=1 << 20),
     Shape(9, 4096, by="avg"),
     *(plain_sum(1, n) for n in (8, 520, 2048, 8192, 131072, 524288, 1048576, 8388608 + 8)),
     *(plain_sum(3, 1000, dtype) for dtype in (F16, F32)),
@@ -143,7 +139,6 @@ LOOP = [
     (Shape(3, 8192, norm="layer"), "two_shot"),
     (Shape(2, 8192, norm="layer", scale=E4M3, by_row=True, round_sum=False), "one_shot"),
     (Shape(1, 8192, branch="rms", linear_bias=True, factor=0.22), "one_shot"),
-    (Shape(2, 4096, prefetch_bytes=1 << 20), "one_shot"),
 ]
 """Grids of 1 to 64 blocks, so that blocks differ in the calls that they have seen."""
 VERSIONS = 4

@@ -1,0 +1,1 @@
+"""The kernel of fused collectives on one GPU, without a link."""
