@@ -2,11 +2,11 @@
 # Measure what two GPUs allow: memory kernels, ops and blocks of 2 ranks, of 4 and 8 ranks in mirror mode, float8
 # MLPs, data, context, expert and pipeline parallelism.
 #
-#     benchmarks/two_gpus.sh OUT [PART...]     parts: memory prefetch ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp
-#                                              dp_hosts pp cp ep decode decode_layers
+#     benchmarks/two_gpus.sh OUT [PART...]     parts: memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp dp_hosts
+#                                              pp cp ep decode decode_layers
 #
-# Default: 10 minutes, without prefetch, dp_hosts (data parallelism over NCCL, as across hosts), cp and ep (context and expert
-# parallelism) and decode_layers.
+# Default: 10 minutes, without dp_hosts (data parallelism over NCCL, as across hosts), cp and ep (context and expert parallelism)
+# and decode_layers.
 # JSON files, and the output of all parts in log.txt, are in OUT. Tables are printed last. Every part has a time limit.
 set -u
 shopt -s nullglob
@@ -51,9 +51,8 @@ for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp pp decode}
         --ours 'auto={}' --ours 'split={"overrides":[{"strategy":"split"}]}' \
         --ours 'zero3={"memory_budget":0,"overrides":[{"strategy":"split"}]}' ;;
     decode) ranks decode 100 benchmarks.decode --budget-s 70 ;;
-    prefetch) part prefetch 120 python3 -m benchmarks.prefetch ;;
-    decode_layers) ranks decode_layers 260 benchmarks.decode --layers 8 --budget-s 200 --iters 15 --warm 3 \
-        --ours 'ours={}' --ours 'prefetch={"prefetch_bytes":16777216}' ;;
+    decode_layers) ranks decode_layers 260 benchmarks.decode --layers 8 --budget-s 200 --iters 15 --warm 3 --pack-weights \
+        --ours 'ours={"pack":"off"}' --ours 'packed={}' ;;
     dp) ranks dp 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --waterfall --budget-s 100 ;;
     cp) ranks cp 300 benchmarks.context_parallel --size 8b,70b --iters 10 --warm 3 --budget-s 240 ;;
     ep) ranks ep 300 benchmarks.expert_parallel --iters 10 --warm 3 --budget-s 240 ;;

@@ -70,7 +70,8 @@ class Options:
     pack: Literal["auto", "force", "off"] = typed_field(
         "auto",
         'matmuls of one site as one, on packed operands (q, k, v; w1, w3). "auto": where predicted to be faster; '
-        '"force": wherever legal; "off": nowhere',
+        '"force": wherever legal; "off": nowhere. Matmuls of few tokens in a graph with fused collectives too, where '
+        "`ub_overlap.pack` has packed their weights",
     )
     independent_matmuls: Literal["auto", "bulk", "off"] = typed_field(
         "auto",

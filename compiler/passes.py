@@ -44,11 +44,13 @@ from .joint.merge.merge_amax_reductions import merge_amax_reductions
 from .joint.merge.merge_collectives import may_merge, merge_collectives
 from .joint.scatter_first import mesh_signature, scatter_first
 from .match.amax_reductions import mark_amax_reductions
+from .match.site import Fused
 from .options import Options
 from .reports.history import HISTORY
 from .reports.summary import announce_plan
 from .rewrite.part_strides import Outputs
 from .rewrite.rewrite_graph import rewrite
+from .rewrite.sibling_matmuls import pack_siblings
 from .select.decide import decide
 from .unmatched import report_unmatched
 from .windows.pair_exchanges import pair_exchanges
@@ -209,6 +211,9 @@ class RewritePass(_Pass):
         if decided.layout is not None and self.options.inner == "inductor":
             compat.keep_order()
         rewrite(graph, decided.chosen, outputs, self.options.verify, decided.layout)
+        if self.options.pack != "off" and any(isinstance(site.site, Fused) for site in decided.chosen):
+            groups = pack_siblings(graph, neighbors, outputs)
+            log.info("%d groups of matmuls of few tokens are one matmul each", groups)
         if decided.plan.casts:
             pin_operand_layouts(graph)
         self.joint_snapshot.record(decided.plan, recorder.after())

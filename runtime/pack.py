@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] | None = None) -> lis
 
     `groups`: names of linears of one module that read the same input, e.g. `[["wq", "wk", "wv"], ["w1", "w3"]]`; None: the
     names of Llama and of Hugging Face's models. Compiled code then multiplies by one weight without a copy, where
-    `options={"pack": ...}` packs the site.
+    `options={"pack": ...}` packs the site, and for few tokens in a graph with fused collectives.
 
     Parameters stay the same objects, with their names, shapes, values, gradients and optimizers. Call it on every rank,
     before torch.compile and before CUDA graphs are captured, and again after the weights have moved (`.to()`, `deepcopy`,
@@ -43,10 +44,10 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] | None = None) -> lis
     are apart. The memory of a group is freed with its last weight.
 
     Default groups are left as they are where a weight cannot be moved; the log has the reason. OptionError if `groups` names
-    linears that no module has together, or whose weights cannot be moved: weights of FSDP, parts of other storages, different
-    inner sizes, dtypes or devices.
+    linears that no module has together, or whose weights cannot be moved: weights of FSDP, parts of other storages (but
+    shards of a whole weight that nothing else uses), different inner sizes, dtypes or devices.
     """
-    packed = []
+    packed, storages = [], _count_storages(model)
     for siblings in [tuple(names) for names in groups] if groups is not None else SIBLINGS:
         members = [(path, module) for path, module in model.named_modules() if all(_has_linear(module, n) for n in siblings)]
         if groups is not None and (len(siblings) < 2 or not members):
@@ -54,14 +55,14 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] | None = None) -> lis
         for path, module in members:
             parameters = [getattr(module, name).weight for name in siblings]
             weights = [_local(parameter) for parameter in parameters]
-            why = _explain_fixed(weights) or ("FSDP manages them" if _is_managed(model, path, siblings) else "")
+            why = _explain_fixed(parameters, storages) or ("FSDP manages them" if _is_managed(model, path, siblings) else "")
             if why and groups is not None:
                 raise _refused(siblings, f"in module {path!r}: {why}", "contiguous weights, each in a storage of its own")
             if why:
                 log.info("pack: %s of %s are left as they are: %s", ", ".join(siblings), path or "the model", why)
                 continue
             if not are_adjacent(weights):
-                _move(weights)
+                _move(parameters)
             for parameter in parameters:
                 setattr(parameter, MARK, True)
             packed.append(PackedGroup(path, siblings, sum(w.numel() * w.element_size() for w in weights)))
@@ -88,8 +89,15 @@ def _local(weight: Tensor) -> Tensor:
     return weight._local_tensor if isinstance(weight, DTensor) else weight
 
 
-def _explain_fixed(weights: Sequence[Tensor]) -> str:
-    """Return why weights cannot be put into one storage, or ""."""
+def _count_storages(model: nn.Module) -> Counter[int]:
+    """Return how many parameters and buffers of the model lie in each storage, by its address."""
+    tensors = {id(t): _local(t) for t in (*model.parameters(), *model.buffers())}.values()
+    return Counter(t.untyped_storage().data_ptr() for t in tensors if type(t) in (Tensor, nn.Parameter))
+
+
+def _explain_fixed(parameters: Sequence[Tensor], storages: Counter[int]) -> str:
+    """Return why weights cannot be put into one storage, or "". `storages`: as `_count_storages` returns them."""
+    weights = [_local(parameter) for parameter in parameters]
     first = weights[0]
     if first.device.type == "meta":
         return "they are on the meta device; load the weights first"
@@ -101,8 +109,14 @@ def _explain_fixed(weights: Sequence[Tensor]) -> str:
         return "two of them are the same weight"
     if are_adjacent(weights):
         return ""
-    if not all(w.is_contiguous() and w.untyped_storage().nbytes() == w.numel() * w.element_size() for w in weights):
-        return "a weight is a part of another storage, or not contiguous"
+    if not all(w.is_contiguous() for w in weights):
+        return "a weight is not contiguous"
+    for parameter, weight in zip(parameters, weights, strict=True):
+        is_whole = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+        # A shard may be a view of the whole weight that transformers has loaded, and the only tensor that uses it.
+        is_shard = isinstance(parameter, DTensor) and storages[weight.untyped_storage().data_ptr()] == 1
+        if not is_whole and not is_shard:
+            return "a weight is a part of another storage"
     return ""
 
 
@@ -113,18 +127,25 @@ def _is_managed(model: nn.Module, path: str, names: Sequence[str]) -> bool:
     return any(not root or linear == root or linear.startswith(f"{root}.") for root in managed for linear in linears)
 
 
-def _move(weights: Sequence[Tensor]) -> None:
+def _move(parameters: Sequence[Tensor]) -> None:
     """Copy the weights into one block of memory, and let each parameter use its part.
 
     A part has a storage of its own, as Dynamo does not trace DTensors whose local tensors share one.
     """
+    weights = [_local(parameter) for parameter in parameters]
     first = weights[0]
     joined = torch.empty((sum(w.shape[0] for w in weights), first.shape[1]), dtype=first.dtype, device=first.device)
     begin = 0
-    for weight in weights:
+    for parameter, weight in zip(parameters, weights, strict=True):
         part = torch.from_dlpack(joined[begin : begin + weight.shape[0]])
         part.copy_(weight)
-        weight.data = part
+        if isinstance(parameter, DTensor) and weight.storage_offset() != 0:
+            # A DTensor has the offset of its local tensor, and Dynamo does not trace it with another one.
+            mesh, placements, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+            parameter.data = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+            parameter._local_tensor = part
+        else:
+            weight.data = part
         begin += weight.shape[0]
 
 

@@ -53,6 +53,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--batch", default="1,16,64", help="sequences, comma-separated")
     parser.add_argument("--context", type=int, default=512, help="tokens of a sequence in the cache")
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=JSON", help="a variant of ours with these options")
+    parser.add_argument("--pack-weights", action="store_true", help="call ub_overlap.pack first, which variants of ours use")
     parser.add_argument("--tiny", action="store_true", help="tiny layers, batch 3, decisions of an H200; for the CPU")
     parser.add_argument("--deadline-s", type=float, default=240.0, help="time limit of a compilation or a round of layers")
     parser.add_argument("--iters", type=int, default=30)

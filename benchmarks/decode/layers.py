@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 
+import ub_overlap
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.tools.rank_process import World
 
@@ -66,6 +67,8 @@ class LayersRun(VariantRun):
         with self.deadline(f"weights of {size}"):
             torch.manual_seed(1 + world.rank)
             model = make_layers(SIZES[size], world.ranks, args.layers, world.device, self.dtype)
+            if args.pack_weights:  # in place; the other variants do not look where their weights lie
+                ub_overlap.pack(model)
         for batch in args.batches:
             if self.is_spent():
                 world.say(f"--budget-s {args.budget_s:g} is spent: no batch {batch} of {size}")

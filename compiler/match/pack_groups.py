@@ -100,7 +100,7 @@ def _packed(site: PackedSite, groups: Sequence[Sequence[int]], neighbors: Neighb
         if len(group) == 1:
             copies.append("")
             continue
-        adjacent = _order_in_memory([rights[i] for i in group], dim, neighbors)
+        adjacent = order_in_memory([rights[i] for i in group], dim, neighbors)
         order[number] = [group[i] for i in adjacent] if adjacent else group
         copies.append(lhs if adjacent else "+".join(filter(None, (lhs, "rhs"))))
     packs, flat = tuple(map(len, order)), [i for group in order for i in group]
@@ -109,7 +109,7 @@ def _packed(site: PackedSite, groups: Sequence[Sequence[int]], neighbors: Neighb
     return replace(site, terms=tuple(site.terms[i] for i in flat), packs=packs, pack_copies=tuple(copies))
 
 
-def _order_in_memory(operands: Sequence[Operand], dim: int, neighbors: Neighbors) -> list[int] | None:
+def order_in_memory(operands: Sequence[Operand], dim: int, neighbors: Neighbors) -> list[int] | None:
     """Return the order of `operands`, joined along `dim`, as weights next to each other in memory. None if they are not."""
     sources = [find_source(operand) for operand in operands]
     # Rows of the stored matrices follow each other: the columns of matrices that are stored transposed.

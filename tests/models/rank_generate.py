@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ub_overlap
+from tests.compiler.rank_siblings import groups_found
 from tests.models import hf_llama
 from tests.models.case import device
 from tests.models.compare import uncached
@@ -40,9 +42,11 @@ def run(rank: int, world: int, batches: dict[str, int], count: int, options: dic
     With a static cache transformers compiles the decode step alone: a prompt that is compiled would create the cache inside
     of the graph. With a dynamic cache the prompt and the decode step are compiled here.
 
-    Return by cache the tokens of both, and the (kind, strategy) of each collective of each graph.
+    Return by cache the tokens of both, the (kind, strategy) of each collective of each graph, and the groups of matmuls that
+    are one: the weights of q, k, v and of gate, up lie next to each other.
     """
     model = hf_llama.load(world, 2, 4, torch.float32, False).to(device()).eval()
+    ub_overlap.pack(model)
     plain, found = model.forward, {}
     for cache, batch in batches.items():
         torch._dynamo.reset()
@@ -52,8 +56,8 @@ def run(rank: int, world: int, batches: dict[str, int], count: int, options: dic
         mark = HISTORY.mark()
         if cache != "static":
             model.forward = torch.compile(plain, backend="ub_overlap", options=options)
-        with uncached():
+        with uncached(), groups_found() as groups:
             tokens = generate(model, prompt, cache, count, options if cache == "static" else None)
         graphs = [[(d.kind.value, str(d.strategy), d.detail) for d in p.decisions] for p in HISTORY.since(mark)]
-        found[cache] = {"expected": expected, "tokens": tokens, "graphs": graphs}
+        found[cache] = {"expected": expected, "tokens": tokens, "graphs": graphs, "groups": groups}
     return found

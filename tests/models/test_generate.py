@@ -24,6 +24,7 @@ def test_tokens_are_the_same() -> None:
             assert run["tokens"] == run["expected"] == outcomes[0][cache]["expected"], cache
             assert len({tuple(row) for row in run["tokens"]}) > 1, "all prompts go on alike"
             assert len(run["graphs"]) >= (1 if cache == "static" else 2), cache
+            assert max(run["groups"]) == 4, "q, k, v and gate, up of two layers are one matmul each"
             for graph in run["graphs"]:
                 *sums, (kind, gathered, _) = graph
                 assert (kind, gathered) == ("all_gather", "none") and len(sums) == ALL_REDUCES, graph

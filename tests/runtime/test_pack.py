@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import ub_overlap
 from tests.compiler.rank_compile import FORCE, INDUCTOR, build
@@ -168,6 +169,39 @@ def managed_by_fsdp(rank: int, world: int) -> tuple[int, str]:
 def test_fsdp_is_left_alone(pool2: RankPool) -> None:
     for packed, error in pool2.run(managed_by_fsdp):
         assert packed == 2 and "FSDP manages them" in error and "layers.0" in error
+
+
+def loaded_whole(rank: int, world: int) -> dict[str, Any]:
+    """Pack shards that are views of whole weights, as transformers loads them; once with a whole weight that is also used."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh, found = init_device_mesh("cpu", (world,)), dict[str, Any]()
+    for name in ("alone", "also used"):
+        model = nn.Module()
+        model.w1, model.w3 = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
+        wholes = [torch.randn(4, 8) for _ in range(2)]
+        for linear, whole in zip((model.w1, model.w3), wholes, strict=True):
+            shard = DTensor.from_local(whole.chunk(world)[rank], mesh, [Shard(0)], run_check=False)
+            linear.weight = nn.Parameter(shard)
+        if name == "also used":
+            model.register_buffer("whole", wholes[0])
+        found[name] = len(ub_overlap.pack(model))
+        local = [linear.weight.to_local() for linear in (model.w1, model.w3)]
+        found[f"{name}: equal"] = all(torch.equal(a, b.chunk(world)[rank]) for a, b in zip(local, wholes, strict=True))
+        found[f"{name}: adjacent"] = are_adjacent(local)
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+        compiled = torch.compile(lambda x, m=model: m.w1.weight.to_local() @ x.t(), backend="eager", fullgraph=True)
+        found[f"{name}: traced"] = torch.allclose(compiled(x), wholes[0].chunk(world)[rank] @ x.t())
+    return found
+
+
+def test_shards_of_loaded_weights(pool2: RankPool) -> None:
+    """They are moved, unless another tensor of the model lies in the whole weight."""
+    for found in pool2.run(loaded_whole):
+        assert (found["alone"], found["alone: adjacent"]) == (1, True)
+        assert (found["also used"], found["also used: adjacent"]) == (0, False)
+        assert all(found[f"{name}: {what}"] for name in ("alone", "also used") for what in ("equal", "traced"))
 
 
 LLAMA = ("tests.models.dtensor_llama", {"kv_heads": 4})

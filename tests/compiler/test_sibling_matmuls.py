@@ -1,0 +1,131 @@
+"""Matmuls of few tokens with weights next to each other are one matmul; look-alikes stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.compiler.rank_siblings import run_decode
+from tests.harness.ranks import RankPool
+from ub_overlap.compiler.graph.graph_inputs import Neighbors
+from ub_overlap.compiler.rewrite.part_strides import Outputs
+from ub_overlap.compiler.rewrite.sibling_matmuls import MOST_ROWS, pack_siblings
+from ub_overlap.runtime import ops  # noqa: F401  (registers packed_weight)
+
+aten = torch.ops.aten
+K = 8
+SIZES = (6, 2, 4)
+"""Rows of the weights, in the order of the function's arguments."""
+
+
+def adjacent(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return weights [N, K] that lie next to each other."""
+    block = torch.randn(sum(SIZES), K).to(dtype)
+    return [torch.from_dlpack(part) for part in block.split(SIZES)]
+
+
+def linears(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x @ w.t() for w in weights)
+
+
+def batched(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """As a model of [B, 1, K] is traced: each linear has views of its own, and attention's views follow."""
+    return tuple((torch.nn.functional.linear(x.view(-1, 1, K), w) * 2).view(x.shape[0], -1, 2).transpose(0, 1) for w in weights)
+
+
+def flattened(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """A view that the strides of a slice do not allow."""
+    return tuple((x @ w.t()).view(-1) + 1 for w in weights)
+
+
+def with_biases(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.nn.functional.linear(x, w, w[:, 0]) for w in weights)
+
+
+def of_other_inputs(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    return tuple((x + i) @ w.t() for i, w in enumerate(weights))
+
+
+def transposed(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """The weights are summed over their rows: side by side they are no matrix."""
+    return tuple(x[:, : w.shape[0]] @ w for w in weights)
+
+
+def traced(function: Callable[..., Any], x: Tensor, weights: list[Tensor]) -> tuple[GraphModule, Neighbors]:
+    """Return the graph, and where its weights lie if they follow each other in the order of the arguments."""
+    gm = make_fx(function, tracing_mode="fake")(x, *weights)
+    ends = [sum(w.numel() for w in weights[:i]) for i in range(len(weights))]
+    places = gm.graph.find_nodes(op="placeholder")[1:]
+    return gm, {node: (0, end) for node, end in zip(places, ends, strict=True)}
+
+
+def pack(gm: GraphModule, neighbors: Neighbors) -> int:
+    count = pack_siblings(gm.graph, neighbors, Outputs.of(gm.graph, is_backward=False, restores_strides=False))
+    gm.recompile()
+    return count
+
+
+def matmuls(gm: GraphModule) -> int:
+    kinds = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+    return sum(len(gm.graph.find_nodes(op="call_function", target=kind)) for kind in kinds)
+
+
+@pytest.mark.parametrize("function", [linears, batched, flattened])
+@pytest.mark.parametrize("rows", [1, 3, MOST_ROWS])
+def test_one_matmul(function: Callable[..., Any], rows: int) -> None:
+    weights, x = adjacent(), torch.randn(rows, K)
+    gm, neighbors = traced(function, x, weights)
+    assert (pack(gm, neighbors), matmuls(gm)) == (1, 1)
+    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.ub_overlap.packed_weight.default)) == 1
+    for got, expected in zip(gm(x, *weights), function(x, *weights), strict=True):
+        assert got.shape == expected.shape and got.stride() == expected.stride()
+        torch.testing.assert_close(got, expected)
+
+
+def test_the_order_of_weights_in_memory_counts() -> None:
+    """The graph multiplies by the last weight of the block first."""
+    weights, x = adjacent(), torch.randn(2, K)
+
+    def reversed_linears(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x @ w.t() for w in reversed(weights))
+
+    gm, neighbors = traced(reversed_linears, x, weights)
+    assert (pack(gm, neighbors), matmuls(gm)) == (1, 1)
+    for got, expected in zip(gm(x, *weights), reversed_linears(x, *weights), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "rows"), [(with_biases, 2), (of_other_inputs, 2), (transposed, 2), (linears, MOST_ROWS + 1)]
+)
+def test_look_alikes(function: Callable[..., Any], rows: int) -> None:
+    weights = adjacent() if function is not transposed else [torch.randn(4, K) for _ in SIZES]
+    gm, neighbors = traced(function, torch.randn(rows, K), weights)
+    assert (pack(gm, neighbors), matmuls(gm)) == (0, 3)
+
+
+def test_weights_apart() -> None:
+    """Two blocks, a gap within a block, and weights of which nothing is known."""
+    gm, neighbors = traced(linears, torch.randn(2, K), adjacent())
+    a, b, c = neighbors
+    assert pack(gm, {a: (0, 0), b: (1, 0), c: (2, 0)}) == 0
+    assert pack(gm, {a: (0, 0), b: (0, 64), c: (0, 48)}) == 0
+    assert pack(gm, {}) == 0
+    assert matmuls(gm) == 3
+    assert pack(gm, {a: (0, 0), b: (0, 48), c: (1, 0)}) == 1, "two of the three"
+    assert matmuls(gm) == 2
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_decode_step(pool2: RankPool, inner: str) -> None:
+    """q, k, v and gate, up of every layer are one matmul each where the model is packed; results are those of eager."""
+    for outcome in pool2.run(run_decode, inner):
+        assert outcome["strategies"] == ["one_shot"] * 4
+        assert outcome["groups"] == {"packed": 4, "apart": 0, "off": 0}
+        assert outcome["error"] < 1e-4
