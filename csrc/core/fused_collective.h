@@ -14,8 +14,8 @@
 //     region, two-shot       [R sources][largest part of the slice] [slice]
 //     packets                small slices of one-shot on CUDA, in place of a region (cuda/fused_packets.h)
 //
-// Who may write when: a block that has seen READY of all peers for epoch e - 1 may write slot e, since its peers have read e -
-// 2 by then. No other flag is needed (runtime/schedule proves it).
+// Who may write when: a block that has seen READY of all peers for epoch e - 1, and their packets, may write slot e, since its
+// peers have read e - 2 by then. No other flag is needed (runtime/schedule proves it).
 #pragma once
 
 #include <cstdint>

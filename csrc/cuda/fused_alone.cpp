@@ -35,6 +35,7 @@ FusedAlone::FusedAlone(int ranks) {
     const int64_t source = max_pieces * static_cast<int64_t>(sizeof(uint64_t));
     shared_ = zeroed<char>(static_cast<int64_t>(sizeof(SharedState)) + flag_count(ranks) * 8 + ranks * source);
     for (int r = 0; r < ranks; ++r) group_.shared[r] = reinterpret_cast<SharedState*>(shared_ + r * source);
+    check(cudaDeviceSynchronize(), "clear memory of a group of one GPU");  // calls may be on streams that wait for no other
 }
 
 FusedAlone::~FusedAlone() {
@@ -50,10 +51,12 @@ void FusedAlone::run(const char* input, char* output, int64_t rows, int64_t row_
     call.ranks = group_.ranks, call.input = const_cast<char*>(input), call.output = output;
     call.epilogue = epilogue;
     call.grid = make_fused_grid(rows, row_bytes, epilogue.norm.exists());
-    if (fused_region_bytes(call.grid, group_.ranks, false) > region) {
-        throw NamedError("OptionError", {{"what", "the rows of a block are too large"},
+    const bool is_in_vectors = row_bytes % vector_size == 0 && row_bytes <= fused_row_limit;
+    if (!is_in_vectors || fused_region_bytes(call.grid, group_.ranks, false) > region) {
+        throw NamedError("OptionError", {{"what", "no rows that a fused collective of one GPU can have"},
                                          {"where", "FusedAlone"},
                                          {"got", std::to_string(rows) + " rows of " + std::to_string(row_bytes) + " bytes"},
+                                         {"expected", "rows of a multiple of 16 bytes, and 4 MiB of a block for all ranks"},
                                          {"fix", "use fewer ranks or rows"}});
     }
     const int64_t source = bytes_of_source(call);

@@ -5,7 +5,7 @@
 
 #include "cuda/elements.h"
 #include "cuda/flag_wait.h"
-#include "cuda/fused_kernels.h"
+#include "cuda/fused_variants.h"
 
 namespace ub_overlap::cuda {
 namespace {

@@ -1,26 +1,26 @@
 // Launches of fused collectives: the kernel, the grid and the parameters of a call (cuda/fused_kernel.h).
-#include <algorithm>
 #include <cstdint>
 
 #include "cuda/fused_call.h"
-#include "cuda/fused_kernels.h"
 #include "cuda/fused_reductions.h"
+#include "cuda/fused_variants.h"
 
 namespace ub_overlap::cuda {
 namespace {
 
 constexpr int64_t least_segment = 64;  // vectors of a row that a block of a cluster has, at least
 
-const void* kernel_of(Exchange exchange, DType type, int per_thread, Steps steps) {
-    if (exchange == Exchange::gather || type == DType::f32) return fused_kernel_f32(exchange, per_thread, steps);
-    return type == DType::bf16 ? fused_kernel_bf16(exchange, per_thread, steps) : fused_kernel_f16(exchange, per_thread, steps);
+const void* kernel_of(Exchange exchange, DType type, int per_thread, EpilogueKind kind) {
+    if (exchange == Exchange::gather || type == DType::f32) return fused_kernel_f32(exchange, per_thread, kind);
+    return type == DType::bf16 ? fused_kernel_bf16(exchange, per_thread, kind) : fused_kernel_f16(exchange, per_thread, kind);
 }
 
-Steps steps_of(const Call& call) {
+EpilogueKind epilogue_kind(const Call& call) {
     const Epilogue& e = call.epilogue;
     const bool casts = e.scale || e.row_scales;
     const bool norms_plainly = e.norm.kind != Norm::layer && !e.norm.bias && e.norm.weight_offset == 0;
-    return !call.average && !e.has_branch() && e.round_sum && !casts && norms_plainly ? Steps::plain : Steps::all;
+    return !call.average && !e.has_branch() && e.round_sum && !casts && norms_plainly ? EpilogueKind::plain
+                                                                                      : EpilogueKind::full;
 }
 
 // Whether slices are sent as packets: they are small, with rows of one vector for each thread.
@@ -36,22 +36,6 @@ Exchange exchange_of(const Call& call) {
     return call.two_shot ? Exchange::two_shot : Exchange::one_shot;
 }
 
-// Returns how many blocks share a row: more than one where a row that is normed is long, and each block would have one.
-int cluster_of(const FusedGrid& grid, const Epilogue& epilogue) {
-    int device = 0, generation = 0;
-    check(cudaGetDevice(&device), "get the current device");
-    check(cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device), "get the device's generation");
-    const bool norms = epilogue.branch_norm.exists() || epilogue.norm.exists();
-    if (!norms || generation < 9 || grid.block_vectors != grid.row_vectors) return 1;
-    int cluster = most_in_cluster;
-    const auto fits = [&] {
-        return grid.blocks * cluster <= fused_blocks && grid.row_vectors % cluster == 0 &&
-               grid.row_vectors / cluster >= least_segment;
-    };
-    while (cluster > 1 && !fits()) cluster /= 2;
-    return cluster;
-}
-
 // Returns `grid` with `cluster` blocks for each of its own.
 FusedGrid divide(FusedGrid grid, int cluster) {
     if (cluster == 1) return grid;
@@ -61,6 +45,33 @@ FusedGrid divide(FusedGrid grid, int cluster) {
     grid.threads = static_cast<int>((grid.row_vectors + grid.per_thread * 32 - 1) / (grid.per_thread * 32) * 32);
     return grid;
 }
+
+// Whether `cluster` blocks can share a row: a row that is normed is long, and each block would have one.
+bool can_share_rows(const Call& call, int cluster) {
+    const FusedGrid& grid = call.grid;
+    const bool norms = call.epilogue.branch_norm.exists() || call.epilogue.norm.exists();
+    return norms && grid.block_vectors == grid.row_vectors && grid.blocks * cluster <= fused_blocks &&
+           grid.row_vectors % cluster == 0 && grid.row_vectors / cluster >= least_segment;
+}
+
+// How a call is launched. Equal on all ranks: their GPUs are alike.
+struct FusedLaunch {
+    int cluster = most_in_cluster;
+    FusedGrid grid;
+    const void* kernel = nullptr;
+    bool in_packets = false;
+
+    explicit FusedLaunch(const Call& call) {
+        for (;; cluster /= 2) {
+            if (cluster > 1 && !can_share_rows(call, cluster)) continue;
+            grid = divide(call.grid, cluster);
+            kernel = kernel_of(exchange_of(call), call.type, grid.per_thread, epilogue_kind(call));
+            // Blocks wait for their like at the peers, so all of them must run at once.
+            if (cluster == 1 || resident_clusters(kernel, grid.threads, cluster) * cluster >= grid.blocks) break;
+        }
+        in_packets = uses_packets(call, grid);
+    }
+};
 
 NormParameters parameters_of(const RowNorm& norm) {
     return {norm.kind,
@@ -77,8 +88,8 @@ void preload_fused_collectives() {
     for (const Exchange exchange : {Exchange::gather, Exchange::scatter, Exchange::one_shot, Exchange::two_shot}) {
         for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
             for (const int per_thread : {1, 2, fused_vectors}) {
-                for (const Steps steps : {Steps::plain, Steps::all}) {
-                    resident_blocks(kernel_of(exchange, type, per_thread, steps), fused_threads);  // loads it
+                for (const EpilogueKind kind : {EpilogueKind::plain, EpilogueKind::full}) {
+                    resident_blocks(kernel_of(exchange, type, per_thread, kind), fused_threads);  // loads it
                 }
             }
         }
@@ -86,19 +97,17 @@ void preload_fused_collectives() {
 }
 
 int64_t bytes_of_source(const Call& call) {
-    const FusedGrid grid = divide(call.grid, cluster_of(call.grid, call.epilogue));
-    return uses_packets(call, grid) ? packet_vectors * packet_size : grid.block_vectors * vector_size;
+    const FusedLaunch launch(call);
+    return launch.in_packets ? packet_vectors * packet_size : launch.grid.block_vectors * vector_size;
 }
 
 void launch_fused_collective(const Group& group, const Call& call, const std::vector<char*>& memory, int64_t region,
                              int64_t timeout_ns, cudaStream_t stream) {
     if (call.grid.blocks == 0) return;
     const Epilogue& epilogue = call.epilogue;
-    const int cluster = cluster_of(call.grid, epilogue);
-    const FusedGrid grid = divide(call.grid, cluster);
-    const void* kernel = kernel_of(exchange_of(call), call.type, grid.per_thread, steps_of(call));
-    // Blocks wait for their like at the peers, so all of them must run at once.
-    const int64_t resident = resident_blocks(kernel, fused_threads);
+    const FusedLaunch launch(call);
+    const FusedGrid& grid = launch.grid;
+    const int64_t resident = resident_blocks(launch.kernel, fused_threads);
     if (resident < grid.blocks) {
         throw NamedError("UbOverlapError", {{"what", "the device is too small for a fused collective"},
                                             {"where", call.op_name + " at site '" + call.site + "'"},
@@ -111,7 +120,7 @@ void launch_fused_collective(const Group& group, const Call& call, const std::ve
     for (size_t r = 0; r < memory.size(); ++r) p.memory[r] = memory[r];
     p.packets = fused_packet_bytes(call.ranks), p.region = region;
     p.timeout_ns = static_cast<uint64_t>(timeout_ns), p.tag = call.tag;
-    p.cluster = cluster, p.in_packets = uses_packets(call, grid);
+    p.cluster = launch.cluster, p.in_packets = launch.in_packets;
     p.vectors = grid.vectors;
     p.row_vectors = static_cast<int32_t>(grid.row_vectors), p.block_vectors = static_cast<int32_t>(grid.block_vectors);
     p.divisor = call.average ? static_cast<float>(call.ranks) : 1.0f;
@@ -129,13 +138,13 @@ void launch_fused_collective(const Group& group, const Call& call, const std::ve
     p.normed_bytes = static_cast<int32_t>(vector_size / size_of(call.type) * size_of(epilogue.normed_type));
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+    attribute.val.clusterDim.x = static_cast<unsigned>(launch.cluster);
     attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(grid.blocks)), config.blockDim = dim3(static_cast<unsigned>(grid.threads));
-    config.stream = stream, config.attrs = &attribute, config.numAttrs = cluster > 1 ? 1 : 0;
+    config.stream = stream, config.attrs = &attribute, config.numAttrs = launch.cluster > 1 ? 1 : 0;
     void* arguments[] = {&p};
-    check(cudaLaunchKernelExC(&config, kernel, arguments), "launch a fused collective");
+    check(cudaLaunchKernelExC(&config, launch.kernel, arguments), "launch a fused collective");
 }
 
 }  // namespace ub_overlap::cuda

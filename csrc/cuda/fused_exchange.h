@@ -3,7 +3,7 @@
 // The order of memory: all threads push to a region, the block meets at a barrier, then one thread per peer releases the flag
 // at system scope, which is cumulative over the barrier. The peer's thread acquires it at system scope, and its block meets at
 // a barrier before it reads. Packets need no such order (fused_packets.h). Their READY is relaxed: reads of the epoch
-// before have returned by then, as the block has released its lock since.
+// before have returned by then, as their values were used in front of the barrier before the unlock.
 #pragma once
 
 #include <type_traits>
@@ -151,7 +151,7 @@ __device__ inline int peer_rank(const Group& g, int i) {
 
 // Returns the sum over ranks, in their order, of one vector, rounded to T. `own`: that of this rank. `load(first, vectors)`:
 // loads those of the peers number first, first + 1, ...; beyond the last one any.
-template <typename T, int most, Steps steps, typename Load>
+template <typename T, int most, EpilogueKind kind, typename Load>
 __device__ inline uint4 sum_of(const Parameters& p, uint4 own, Load load) {
     constexpr int n = elements_of_vector<T>;
     const int peers = p.group.ranks - 1, rank = p.group.rank;
@@ -179,7 +179,7 @@ __device__ inline uint4 sum_of(const Parameters& p, uint4 own, Load load) {
         }
     });
     if (rank == peers) add(mine, false);
-    if (steps == Steps::all && p.divisor != 1.0f) {
+    if (kind == EpilogueKind::full && p.divisor != 1.0f) {
 #pragma unroll
         for (int e = 0; e < n; ++e) sum[e] /= p.divisor;
     }
@@ -189,11 +189,14 @@ __device__ inline uint4 sum_of(const Parameters& p, uint4 own, Load load) {
     return result.line;
 }
 
-// Loads what the peers number first, first + 1, ... have pushed. `at(rank)`: where that of a rank lies.
-template <int width, typename V, typename At>
+// Loads what the peers number first, first + 1, ... have pushed. `at(rank)`: where that of a rank lies. `exact`: nothing twice
+// where there are fewer; else the last one again, which takes no branch and fewer registers.
+template <bool exact, int width, typename V, typename At>
 __device__ inline void load_at_peers(const Parameters& p, int first, V (&loaded)[width], At at) {
 #pragma unroll
-    for (int k = 0; k < width; ++k) loaded[k].line = __ldcg(at(peer_rank(p.group, first + k)));
+    for (int k = 0; k < width; ++k) {
+        if (!exact || first + k < p.group.ranks - 1) loaded[k].line = __ldcg(at(peer_rank(p.group, first + k)));
+    }
 }
 
 // How many peers at most. Threads with several vectors have several loads under way as it is.

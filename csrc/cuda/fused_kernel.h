@@ -1,16 +1,17 @@
-// Fused collectives: a collective of few tokens, and what follows a reduction, in one launch (core/fused_collective.h).
+// The kernel of fused collectives: a collective of few tokens, and what follows a reduction (core/fused_collective.h).
 //
 //     one-shot   residual and weight into registers | push the slice to all peers | READY to each | wait | rows
 //                a small slice as packets: READY does not wait for the pushes, and rows wait for packets
 //     two-shot   push part p of the slice to rank p | READY | wait | push the sum of part `rank` to all | READY2 | wait | rows
 //     rows       sum in fp32, in rank order, rounded | branch | add the residual, rounded | norm | amax of the row | cast
 //
-// A thread has the same vectors of every row, so it reads only what it wrote itself, packets that have landed, or what was
-// pushed before a flag that the block has awaited. Rows are summed one after the other. A norm needs one or two sums over the
-// threads of the block, and the scale of a row a maximum.
+// A thread has the same vectors of every row. So it reads what it wrote itself, packets that have landed, or what was pushed
+// before a flag that the block has awaited. Rows are summed one after the other. A norm needs one or two sums over the threads
+// of the block, and the scale of a row a maximum.
 //
-// Of few long rows each is dealt out to a cluster of blocks, so that more multiprocessors take part. These reductions
-// then go over the cluster, through distributed shared memory. A block that fails takes part with NaN: no block waits for it.
+// Of few long rows each is dealt out to a cluster of blocks, so that more multiprocessors take part. These reductions then go
+// over the cluster, through distributed shared memory. A block that fails in front of its rows takes part with NaN, and one
+// that fails behind them has taken part: no block waits for it.
 #pragma once
 
 #include "cuda/fused_exchange.h"
@@ -20,8 +21,8 @@
 namespace ub_overlap::cuda {
 namespace {
 
-// How the exchange of a block ended. Of a failed one, whether the reductions of a cluster were taken part in: `failed` is the
-// same in all threads of the block, `failed_behind_rows` need not be.
+// How the exchange of a block ended. failed: in front of its rows, in all of its threads. failed_behind_rows: in some threads
+// at least, after the reductions of a cluster.
 enum class Outcome { good, failed, failed_behind_rows };
 
 // Fills the block's results with NaN.
@@ -70,14 +71,18 @@ __device__ Outcome gather(const Parameters& p, const Block& block) {
     return !p.in_packets || packets.have_met() ? Outcome::good : Outcome::failed_behind_rows;
 }
 
+// Whether rows are loaded in front of the block's lock. What else a call has, or more vectors of a thread, would not fit the
+// registers while others are pushed.
+template <int per_thread, EpilogueKind kind>
+constexpr bool loads_early = per_thread <= 2 && kind == EpilogueKind::plain;
+
 // This rank's addend: the first row of the block, read before the exchange begins where it takes few registers.
-template <typename T, int per_thread>
+template <typename T, int per_thread, EpilogueKind kind>
 class OwnRow {
   public:
     // `from`: the block's slice.
     __device__ explicit OwnRow(const uint4* from) : from_(from) {}
-    template <Steps steps>
-    __device__ void load(const Rows<T, per_thread, steps>& rows, const Block& block) {
+    __device__ void load(const Rows<T, per_thread, kind>& rows, const Block& block) {
         if constexpr (is_held) {
             rows.for_own([&](int v, int32_t at) {
                 if (at < block.size) held_[v] = from_[at];
@@ -91,7 +96,7 @@ class OwnRow {
         }
         return __ldcg(from_ + row + at);
     }
-    static constexpr bool is_held = per_thread <= 2;
+    static constexpr bool is_held = loads_early<per_thread, kind>;
 
   private:
     const uint4* from_;
@@ -99,9 +104,9 @@ class OwnRow {
 };
 
 // reduce_scatter, and one-shot all_reduce: peers get another slice of the input, or the same.
-template <typename T, int per_thread, Steps steps, bool is_scatter>
-__device__ Outcome reduce_one_shot(const Parameters& p, const Block& block, Rows<T, per_thread, steps>& rows,
-                                   const OwnRow<T, per_thread>& own) {
+template <typename T, int per_thread, EpilogueKind kind, bool is_scatter>
+__device__ Outcome reduce_one_shot(const Parameters& p, const Block& block, Rows<T, per_thread, kind>& rows,
+                                   const OwnRow<T, per_thread, kind>& own) {
     const Group& g = p.group;
     const bool in_packets = per_thread == 1 && p.in_packets;
     Packets packets(p, block);
@@ -117,7 +122,7 @@ __device__ Outcome reduce_one_shot(const Parameters& p, const Block& block, Rows
             const uint4* from = p.input + peer * p.vectors + block.first;
             for_vectors(block.size, [&](int32_t i) { return from[i]; }, [&](int32_t i, uint4 value) { store(peer, i, value); });
         });
-    } else if (OwnRow<T, per_thread>::is_held && block.size <= p.row_vectors) {
+    } else if (OwnRow<T, per_thread, kind>::is_held && block.size <= p.row_vectors) {
         rows.for_own([&](int v, int32_t at) {
             if (at < block.size) for_peers(g, [&](int peer) { store(peer, at, own.get(v, 0, at)); });
         });
@@ -128,22 +133,24 @@ __device__ Outcome reduce_one_shot(const Parameters& p, const Block& block, Rows
             [&](int32_t i, uint4 value) { for_peers(g, [&](int peer) { store(peer, i, value); }); });
     }
     if (in_packets) packets.send_words();
+    if constexpr (!loads_early<per_thread, kind>) rows.load();
     if (!in_packets && !meet(p, block, FlagKind::ready)) return Outcome::failed;
     const uint4* landed = region_at(p, block, g.rank);
     rows.run([&](int v, int32_t row, int32_t at) {
-        return sum_of<T, peers_at_once<per_thread>, steps>(p, own.get(v, row, at), [&](int first, auto& loaded) {
+        return sum_of<T, peers_at_once<per_thread>, kind>(p, own.get(v, row, at), [&](int first, auto& loaded) {
             if (in_packets) {
                 packets.load(first, row + at, loaded);
             } else {
-                load_at_peers(p, first, loaded, [&](int rank) { return landed + int64_t{rank} * p.block_vectors + row + at; });
+                load_at_peers<(per_thread > 1)>(p, first, loaded,
+                                                [&](int rank) { return landed + int64_t{rank} * p.block_vectors + row + at; });
             }
         });
     });
     return !in_packets || packets.have_met() ? Outcome::good : Outcome::failed_behind_rows;
 }
 
-template <typename T, int per_thread, Steps steps>
-__device__ Outcome reduce_two_shot(const Parameters& p, const Block& block, Rows<T, per_thread, steps>& rows) {
+template <typename T, int per_thread, EpilogueKind kind>
+__device__ Outcome reduce_two_shot(const Parameters& p, const Block& block, Rows<T, per_thread, kind>& rows) {
     const Group& g = p.group;
     const auto part_begin = [&](int rank) { return static_cast<int32_t>(int64_t{block.size} * rank / g.ranks); };
     const int32_t largest = (p.block_vectors + g.ranks - 1) / g.ranks;
@@ -160,14 +167,15 @@ __device__ Outcome reduce_two_shot(const Parameters& p, const Block& block, Rows
     uint4* landed = region_at(p, block, g.rank);
     const int32_t begin = part_begin(g.rank);
     const auto summed = [&](int32_t i) {
-        return sum_of<T, peers_at_once<per_thread>, steps>(p, __ldcg(from + begin + i), [&](int first, auto& loaded) {
-            load_at_peers(p, first, loaded, [&](int rank) { return landed + int64_t{rank} * largest + i; });
+        return sum_of<T, peers_at_once<per_thread>, kind>(p, __ldcg(from + begin + i), [&](int first, auto& loaded) {
+            load_at_peers<(per_thread > 1)>(p, first, loaded, [&](int rank) { return landed + int64_t{rank} * largest + i; });
         });
     };
     for_vectors<1>(part_begin(g.rank + 1) - begin, summed, [&](int32_t i, uint4 value) {
         store_at_peers(p, block, value, [&](uint4* to) { return to + sums + begin + i; });
         landed[sums + begin + i] = value;
     });
+    rows.load();
     if (!meet(p, block, FlagKind::ready2)) return Outcome::failed;
     rows.run([&](int, int32_t row, int32_t at) { return __ldcg(landed + sums + row + at); });
     return Outcome::good;
@@ -181,29 +189,29 @@ __device__ uint64_t begin_block(const Parameters& p) {
     return word;
 }
 
-template <Exchange exchange, typename T, int per_thread, Steps steps>
+template <Exchange exchange, typename T, int per_thread, EpilogueKind kind>
 __device__ Outcome run_exchange(const Parameters& p, Block& block) {
     if constexpr (exchange == Exchange::gather) {
         block.begin(begin_block(p));
         return block.word == 0 ? Outcome::failed : gather(p, block);
     } else {
+        Rows<T, per_thread, kind> rows(p, block);
+        OwnRow<T, per_thread, kind> own(p.input + (exchange == Exchange::scatter ? p.group.rank * p.vectors : 0) + block.first);
         // These loads take as long as the lock.
-        Rows<T, per_thread, steps> rows(p, block);
-        OwnRow<T, per_thread> own(p.input + (exchange == Exchange::scatter ? p.group.rank * p.vectors : 0) + block.first);
-        if constexpr (exchange != Exchange::two_shot) own.load(rows, block);
+        if constexpr (loads_early<per_thread, kind> && exchange == Exchange::one_shot) rows.load(), own.load(rows, block);
         block.begin(begin_block(p));
         if (block.word == 0) return Outcome::failed;
         if constexpr (exchange == Exchange::two_shot) return reduce_two_shot(p, block, rows);
-        if constexpr (exchange == Exchange::scatter) return reduce_one_shot<T, per_thread, steps, true>(p, block, rows, own);
-        return reduce_one_shot<T, per_thread, steps, false>(p, block, rows, own);
+        if constexpr (exchange == Exchange::scatter) return reduce_one_shot<T, per_thread, kind, true>(p, block, rows, own);
+        return reduce_one_shot<T, per_thread, kind, false>(p, block, rows, own);
     }
 }
 
-template <Exchange exchange, typename T, int per_thread, Steps steps>
+template <Exchange exchange, typename T, int per_thread, EpilogueKind kind>
 __global__ void __launch_bounds__(fused_threads) fused_kernel(const __grid_constant__ Parameters p) {
     if (p.cluster > 1) begin_cluster();
     Block block = slice_of(p);
-    const Outcome outcome = run_exchange<exchange, T, per_thread, steps>(p, block);
+    const Outcome outcome = run_exchange<exchange, T, per_thread, kind>(p, block);
     if (outcome == Outcome::failed) fail_cluster(p);
     if (__syncthreads_or(outcome != Outcome::good)) {
         poison(p, block, exchange == Exchange::gather ? p.group.ranks : 1);
@@ -212,35 +220,35 @@ __global__ void __launch_bounds__(fused_threads) fused_kernel(const __grid_const
     }
 }
 
-template <Exchange exchange, typename T, int per_thread, Steps steps>
+template <Exchange exchange, typename T, int per_thread, EpilogueKind kind>
 const void* address_of_kernel() {
-    return reinterpret_cast<const void*>(&fused_kernel<exchange, T, per_thread, steps>);
+    return reinterpret_cast<const void*>(&fused_kernel<exchange, T, per_thread, kind>);
 }
 
 template <typename T, int per_thread>
-const void* kernel_for(Exchange exchange, Steps steps) {
-    // reduce_scatters and fp32 are rare in the decode steps that plain kernels are for.
+const void* kernel_for(Exchange exchange, EpilogueKind kind) {
+    // reduce_scatters and fp32 are rare in decode steps, which plain kernels are for.
     if constexpr (sizeof(T) == 2) {
-        if (steps == Steps::plain && exchange == Exchange::one_shot) {
-            return address_of_kernel<Exchange::one_shot, T, per_thread, Steps::plain>();
+        if (kind == EpilogueKind::plain && exchange == Exchange::one_shot) {
+            return address_of_kernel<Exchange::one_shot, T, per_thread, EpilogueKind::plain>();
         }
-        if (steps == Steps::plain && exchange == Exchange::two_shot) {
-            return address_of_kernel<Exchange::two_shot, T, per_thread, Steps::plain>();
+        if (kind == EpilogueKind::plain && exchange == Exchange::two_shot) {
+            return address_of_kernel<Exchange::two_shot, T, per_thread, EpilogueKind::plain>();
         }
     }
     if constexpr (sizeof(T) == 4) {
-        if (exchange == Exchange::gather) return address_of_kernel<Exchange::gather, T, 1, Steps::all>();
+        if (exchange == Exchange::gather) return address_of_kernel<Exchange::gather, T, 1, EpilogueKind::full>();
     }
-    if (exchange == Exchange::scatter) return address_of_kernel<Exchange::scatter, T, per_thread, Steps::all>();
-    if (exchange == Exchange::one_shot) return address_of_kernel<Exchange::one_shot, T, per_thread, Steps::all>();
-    return address_of_kernel<Exchange::two_shot, T, per_thread, Steps::all>();
+    if (exchange == Exchange::scatter) return address_of_kernel<Exchange::scatter, T, per_thread, EpilogueKind::full>();
+    if (exchange == Exchange::one_shot) return address_of_kernel<Exchange::one_shot, T, per_thread, EpilogueKind::full>();
+    return address_of_kernel<Exchange::two_shot, T, per_thread, EpilogueKind::full>();
 }
 
 template <typename T>
-const void* kernel_of(Exchange exchange, int per_thread, Steps steps) {
-    return per_thread == 1   ? kernel_for<T, 1>(exchange, steps)
-           : per_thread == 2 ? kernel_for<T, 2>(exchange, steps)
-                             : kernel_for<T, fused_vectors>(exchange, steps);
+const void* variant_of(Exchange exchange, int per_thread, EpilogueKind kind) {
+    return per_thread == 1   ? kernel_for<T, 1>(exchange, kind)
+           : per_thread == 2 ? kernel_for<T, 2>(exchange, kind)
+                             : kernel_for<T, fused_vectors>(exchange, kind);
 }
 
 }  // namespace

@@ -119,7 +119,7 @@ __device__ inline Value reduce_over_row(const Parameters& p, Value value, int nu
         __syncthreads();
     }
     // Of as many lanes as there are values, rounded up. The other lanes compute the same again.
-    const int lanes = count <= 8 ? 8 : count <= 16 ? 16 : 32, part = static_cast<int>(threadIdx.x) % lanes;
+    const int lanes = count <= 8 ? 8 : count <= 16 ? 16 : 32, part = static_cast<int>(threadIdx.x) & (lanes - 1);
     value = part < count ? from_bits<Value>(place[part]) : Value(0);
     for (int other = part + 32; other < count; other += 32) value = op(value, from_bits<Value>(place[other]));
     for (int lane = lanes / 2; lane > 0; lane /= 2) value = op(value, __shfl_xor_sync(0xffffffffu, value, lane));

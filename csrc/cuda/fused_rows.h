@@ -56,10 +56,9 @@ class Columns {
 };
 
 // What follows the reduction, for the rows of one block. `per_thread`: vectors of a row that a thread has.
-template <typename T, int per_thread, Steps steps>
+template <typename T, int per_thread, EpilogueKind kind>
 class Rows {
   public:
-    // Loads what does not depend on the peers. The block need not have begun.
     __device__ Rows(const Parameters& p, const Block& block)
         : p_(p),
           block_(block),
@@ -67,7 +66,10 @@ class Rows {
           branch_weight_(has_all ? segment_of(p.branch_norm.weight) : nullptr),
           branch_bias_(has_all ? segment_of(p.branch_norm.bias) : nullptr),
           weight_(segment_of(p.norm.weight)),
-          bias_(has_all ? segment_of(p.norm.bias) : nullptr) {
+          bias_(has_all ? segment_of(p.norm.bias) : nullptr) {}
+
+    // Loads what does not depend on the peers. The block need not have begun.
+    __device__ void load() {
         load_residual(0);
         for_own([&](int v, int32_t at) {
             weight_.prefetch(v, at);
@@ -77,7 +79,7 @@ class Rows {
                 if (p_.addend) asm volatile("prefetch.global.L2 [%0];" ::"l"(p_.addend + block_.first + at));
             }
         });
-        if (has_all && p.scale) scale_ = *p.scale;
+        if (has_all && p_.scale) scale_ = *p_.scale;
     }
 
     // Calls `body(v, at)` for each vector `at` of a row that this thread has.
@@ -114,7 +116,7 @@ class Rows {
     }
 
   private:
-    static constexpr bool has_all = steps == Steps::all;
+    static constexpr bool has_all = kind == EpilogueKind::full;
     static constexpr int n = elements_of_vector<T>;
     // Registers for the branch too are left where a thread has few vectors of a row.
     using BranchColumns = Columns<T, per_thread, (per_thread <= 2)>;

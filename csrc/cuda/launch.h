@@ -14,6 +14,10 @@ namespace ub_overlap::cuda {
 // while a stream is being captured.
 int64_t resident_blocks(const void* kernel, int threads);
 
+// Returns the clusters of `cluster` blocks that run at once on the whole current device: 0 where the kernel was compiled for an
+// architecture without clusters. Looked up once, as above.
+int64_t resident_clusters(const void* kernel, int threads, int cluster);
+
 template <typename... Parameters>
 void load(void (*kernel)(Parameters...), int threads) {
     resident_blocks(reinterpret_cast<const void*>(kernel), threads);

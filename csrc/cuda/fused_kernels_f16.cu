@@ -1,9 +1,0 @@
-#include "cuda/fused_kernel.h"
-
-namespace ub_overlap::cuda {
-
-const void* fused_kernel_f16(Exchange exchange, int per_thread, Steps steps) {
-    return kernel_of<__half>(exchange, per_thread, steps);
-}
-
-}  // namespace ub_overlap::cuda
