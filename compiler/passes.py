@@ -211,7 +211,8 @@ class RewritePass(_Pass):
         if decided.layout is not None and self.options.inner == "inductor":
             compat.keep_order()
         rewrite(graph, decided.chosen, outputs, self.options.verify, decided.layout)
-        if self.options.pack != "off" and any(isinstance(site.site, Fused) for site in decided.chosen):
+        is_fused = any(isinstance(site.site, Fused) for site in decided.chosen)
+        if self.options.pack != "off" and is_fused and decided.layout is None:  # else matmuls have places in windows
             groups = pack_siblings(graph, neighbors, outputs)
             log.info("%d groups of matmuls of few tokens are one matmul each", groups)
         if decided.plan.casts:

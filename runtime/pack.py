@@ -44,8 +44,9 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] | None = None) -> lis
     are apart. The memory of a group is freed with its last weight.
 
     Default groups are left as they are where a weight cannot be moved; the log has the reason. OptionError if `groups` names
-    linears that no module has together, or whose weights cannot be moved: weights of FSDP, parts of other storages (but
-    shards of a whole weight that nothing else uses), different inner sizes, dtypes or devices.
+    linears that no module has together, or whose weights cannot be moved: weights of FSDP (give the root model, which tells),
+    parts of other storages (but shards of a whole weight that no other parameter or buffer of the model uses), different inner
+    sizes, dtypes or devices.
     """
     packed, storages = [], _count_storages(model)
     for siblings in [tuple(names) for names in groups] if groups is not None else SIBLINGS:
@@ -92,7 +93,13 @@ def _local(weight: Tensor) -> Tensor:
 def _count_storages(model: nn.Module) -> Counter[int]:
     """Return how many parameters and buffers of the model lie in each storage, by its address."""
     tensors = {id(t): _local(t) for t in (*model.parameters(), *model.buffers())}.values()
-    return Counter(t.untyped_storage().data_ptr() for t in tensors if type(t) in (Tensor, nn.Parameter))
+    counts: Counter[int] = Counter()
+    for tensor in tensors:
+        try:
+            counts[tensor.untyped_storage().data_ptr()] += 1
+        except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have no storage
+            continue
+    return counts
 
 
 def _explain_fixed(parameters: Sequence[Tensor], storages: Counter[int]) -> str:
@@ -113,11 +120,19 @@ def _explain_fixed(parameters: Sequence[Tensor], storages: Counter[int]) -> str:
         return "a weight is not contiguous"
     for parameter, weight in zip(parameters, weights, strict=True):
         is_whole = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
-        # A shard may be a view of the whole weight that transformers has loaded, and the only tensor that uses it.
-        is_shard = isinstance(parameter, DTensor) and storages[weight.untyped_storage().data_ptr()] == 1
-        if not is_whole and not is_shard:
+        if not is_whole and not _is_view_of_whole(parameter, weight, storages):
             return "a weight is a part of another storage"
     return ""
+
+
+def _is_view_of_whole(parameter: Tensor, weight: Tensor, storages: Counter[int]) -> bool:
+    """Return whether a shard is a view of the whole weight, as transformers loads it, and the only one of the model.
+
+    The padded shards of FSDP have storages of other sizes.
+    """
+    storage = weight.untyped_storage()
+    size = parameter.numel() * parameter.element_size()
+    return isinstance(parameter, DTensor) and storage.nbytes() == size and storages[storage.data_ptr()] == 1
 
 
 def _is_managed(model: nn.Module, path: str, names: Sequence[str]) -> bool:
@@ -139,13 +154,10 @@ def _move(parameters: Sequence[Tensor]) -> None:
     for parameter, weight in zip(parameters, weights, strict=True):
         part = torch.from_dlpack(joined[begin : begin + weight.shape[0]])
         part.copy_(weight)
-        if isinstance(parameter, DTensor) and weight.storage_offset() != 0:
-            # A DTensor has the offset of its local tensor, and Dynamo does not trace it with another one.
+        if isinstance(parameter, DTensor):  # has the offset of its local tensor, and Dynamo does not trace it with another one
             mesh, placements, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
             parameter.data = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
-            parameter._local_tensor = part
-        else:
-            weight.data = part
+        weight.data = part
         begin += weight.shape[0]
 
 

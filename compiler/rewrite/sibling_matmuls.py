@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
+from ub_overlap import _torch_compat as compat
+
 from ..graph.aten import aten, dtype_of
 from ..graph.emitter import Emitter
 from ..graph.erase import erase_unread
@@ -54,16 +56,28 @@ def _find_groups(graph: Graph, neighbors: Neighbors) -> list[list[Matmul]]:
         place = neighbors.get(find_source(matmul.rhs).node)
         if place is not None:
             found[find_source(matmul.lhs), place[0]].append(matmul)
-    groups = []
-    for matmuls in found.values():
-        order = order_in_memory([m.rhs for m in matmuls], 1, neighbors) if len(matmuls) > 1 else None
-        if order is not None:
-            groups.append([matmuls[i] for i in order])
-    return groups
+    return [run for matmuls in found.values() for run in _adjacent_runs(matmuls, neighbors) if len(run) > 1]
+
+
+def _adjacent_runs(matmuls: Sequence[Matmul], neighbors: Neighbors) -> list[list[Matmul]]:
+    """Cut matmuls of one input into runs whose weights follow each other, in the order of the weights.
+
+    Weights of other groups may lie between, as an allocator may have put several groups next to each other.
+    """
+    runs: list[list[Matmul]] = []
+    for matmul in sorted(matmuls, key=lambda m: neighbors[find_source(m.rhs).node]):
+        if runs and order_in_memory([m.rhs for m in (*runs[-1], matmul)], 1, neighbors) is not None:
+            runs[-1].append(matmul)
+        else:
+            runs.append([matmul])
+    return runs
 
 
 def _is_of_few_tokens(matmul: Matmul) -> bool:
     rows, cols = matmul.shape
+    value = matmul.node.meta["val"]
+    if not isinstance(rows, int) and value.dim() == 2:  # a dynamic batch decides as it was traced
+        rows = compat.hint_of(value.shape[0])
     is_small = isinstance(rows, int) and rows <= MOST_ROWS and isinstance(cols, int)
     return is_small and matmul.bias is None and matmul.scales is None and dtype_of(matmul.node) == dtype_of(matmul.rhs.node)
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from tests.compiler.rank_siblings import run_decode
 from tests.harness.ranks import RankPool
@@ -57,9 +59,17 @@ def transposed(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     return tuple(x[:, : w.shape[0]] @ w for w in weights)
 
 
-def traced(function: Callable[..., Any], x: Tensor, weights: list[Tensor]) -> tuple[GraphModule, Neighbors]:
+def traced(
+    function: Callable[..., Any], x: Tensor, weights: list[Tensor], dynamic: bool = False
+) -> tuple[GraphModule, Neighbors]:
     """Return the graph, and where its weights lie if they follow each other in the order of the arguments."""
-    gm = make_fx(function, tracing_mode="fake")(x, *weights)
+    if dynamic:
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+            rows = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+            fakes = [mode.from_tensor(x, symbolic_context=rows), *(mode.from_tensor(w, static_shapes=True) for w in weights)]
+        gm = make_fx(function)(*fakes)
+    else:
+        gm = make_fx(function, tracing_mode="fake")(x, *weights)
     ends = [sum(w.numel() for w in weights[:i]) for i in range(len(weights))]
     places = gm.graph.find_nodes(op="placeholder")[1:]
     return gm, {node: (0, end) for node, end in zip(places, ends, strict=True)}
@@ -86,6 +96,19 @@ def test_one_matmul(function: Callable[..., Any], rows: int) -> None:
     for got, expected in zip(gm(x, *weights), function(x, *weights), strict=True):
         assert got.shape == expected.shape and got.stride() == expected.stride()
         torch.testing.assert_close(got, expected)
+
+
+def test_a_dynamic_batch() -> None:
+    """It is packed as its traced size decides, and is right for others."""
+    weights = adjacent()
+    gm, neighbors = traced(linears, torch.randn(3, K), weights, dynamic=True)
+    assert (pack(gm, neighbors), matmuls(gm)) == (1, 1)
+    for rows in (3, 7, MOST_ROWS + 1):
+        x = torch.randn(rows, K)
+        for got, expected in zip(gm(x, *weights), linears(x, *weights), strict=True):
+            torch.testing.assert_close(got, expected)
+    gm, neighbors = traced(linears, torch.randn(MOST_ROWS + 1, K), weights, dynamic=True)
+    assert (pack(gm, neighbors), matmuls(gm)) == (0, 3)
 
 
 def test_the_order_of_weights_in_memory_counts() -> None:
@@ -115,10 +138,10 @@ def test_weights_apart() -> None:
     gm, neighbors = traced(linears, torch.randn(2, K), adjacent())
     a, b, c = neighbors
     assert pack(gm, {a: (0, 0), b: (1, 0), c: (2, 0)}) == 0
-    assert pack(gm, {a: (0, 0), b: (0, 64), c: (0, 48)}) == 0
+    assert pack(gm, {a: (0, 0), b: (0, 64), c: (0, 56)}) == 0
     assert pack(gm, {}) == 0
     assert matmuls(gm) == 3
-    assert pack(gm, {a: (0, 0), b: (0, 48), c: (1, 0)}) == 1, "two of the three"
+    assert pack(gm, {a: (0, 0), b: (0, 48), c: (0, 96)}) == 1, "two of the three: another weight lies between"
     assert matmuls(gm) == 2
 
 

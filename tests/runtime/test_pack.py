@@ -101,6 +101,12 @@ def test_moved_weights(move: Callable[[Model, Path], Any], stays: bool, tmp_path
     assert is_packed(model)
 
 
+def test_a_model_with_tensors_without_storage() -> None:
+    model = Model()
+    model.register_buffer("mask", torch.eye(3).to_sparse())
+    assert len(ub_overlap.pack(model)) == 4
+
+
 def test_the_op_copies_only_what_is_apart() -> None:
     model = Model()
     group = weights(model.layers[0], "w1", "w3")
