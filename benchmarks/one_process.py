@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -19,6 +20,13 @@ class OneProcess(RankProcess):
     device: torch.device
     rank: int = 0
     ranks: int = 1
+
+    @classmethod
+    def on_gpu(cls, name: str) -> OneProcess:
+        """Return this process with its current GPU. Exits where there is none; `name`: of the benchmark."""
+        if not torch.cuda.is_available():
+            sys.exit(f"{name}: needs a GPU")
+        return cls(torch.device("cuda", torch.cuda.current_device()))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value."""

@@ -18,7 +18,6 @@ All are CUDA graphs of many calls. Results are compared with torch's before and 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -104,17 +103,14 @@ def main() -> None:
     parser.add_argument("--rows", default="1,16,64", help="comma-separated")
     parser.add_argument("--json")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.fused_kernel: needs a GPU")
-    device = torch.device("cuda", torch.cuda.current_device())
-    process = OneProcess(device)
-    square = torch.randn(8192, 8192, device=device).bfloat16()
+    process = OneProcess.on_gpu("benchmarks.fused_kernel")
+    square = torch.randn(8192, 8192, device=process.device).bfloat16()
     settle(lambda: square @ square, process)
     document: dict[str, Any] = {"benchmark": "fused_kernel", **facts.facts(process, "benchmarks.fused_kernel"), "rows": []}
     for ranks in map(int, args.ranks.split(",")):
         for cols in map(int, args.cols.split(",")):
             for rows in map(int, args.rows.split(",")):
-                us = Row(device, ranks, rows, cols).measure(process)
+                us = Row(process.device, ranks, rows, cols).measure(process)
                 document["rows"].append({"ranks": ranks, "rows": rows, "cols": cols, "us": us})
     print(text(document), flush=True)
     if args.json:

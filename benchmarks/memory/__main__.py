@@ -14,7 +14,6 @@ Every sum is compared bit by bit with the same sum by torch, before and after ti
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -112,9 +111,8 @@ def main() -> None:
     parser.add_argument("--mib", default="32,128", help="comma-separated sizes")
     parser.add_argument("--json")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.memory: needs a GPU")
-    device = torch.device("cuda", torch.cuda.current_device())
+    process = OneProcess.on_gpu("benchmarks.memory")
+    device = process.device
     m, n, k = MATMUL
     left, right = torch.randn(m, k, device=device).bfloat16(), torch.randn(k, n, device=device).bfloat16()
     out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
@@ -122,7 +120,6 @@ def main() -> None:
     def matmul() -> Tensor:
         return torch.mm(left, right, out=out)
 
-    process = OneProcess(device)
     settle(matmul, process)
     document: dict[str, Any] = {"benchmark": "memory", **facts.facts(process, "benchmarks.memory")}
     document |= {"matmul": MATMUL, "matmul_us": graph_us(matmul, process), "rows": []}

@@ -14,6 +14,12 @@ int64_t divide_up(int64_t a, int64_t b) {
 
 }  // namespace
 
+void spread_rows(FusedGrid& grid) {
+    const int64_t needed = divide_up(grid.row_vectors, fused_threads);
+    grid.per_thread = needed <= 2 ? static_cast<int>(needed) : fused_vectors;
+    grid.threads = static_cast<int>(divide_up(divide_up(grid.row_vectors, grid.per_thread), warp) * warp);
+}
+
 FusedGrid make_fused_grid(int64_t rows, int64_t row_bytes, bool keep_rows) {
     FusedGrid grid;
     grid.vectors = rows * row_bytes / vector_size;
@@ -24,9 +30,7 @@ FusedGrid make_fused_grid(int64_t rows, int64_t row_bytes, bool keep_rows) {
         const int64_t even = divide_up(divide_up(grid.vectors, fused_blocks), warp) * warp;
         grid.row_vectors = std::min(grid.vectors, std::clamp(even, least_row, most_row));
     }
-    const int64_t needed = divide_up(grid.row_vectors, fused_threads);
-    grid.per_thread = needed <= 2 ? static_cast<int>(needed) : fused_vectors;
-    grid.threads = static_cast<int>(divide_up(divide_up(grid.row_vectors, grid.per_thread), warp) * warp);
+    spread_rows(grid);
     const int64_t all_rows = divide_up(grid.vectors, grid.row_vectors);
     const int64_t rows_of_block = divide_up(all_rows, fused_blocks);
     grid.block_vectors = rows_of_block * grid.row_vectors;

@@ -72,6 +72,8 @@ constexpr int64_t fused_row_limit = fused_vectors * fused_threads * vector_size;
 // fence.
 constexpr int64_t packet_size = 2 * vector_size, packet_vectors = 256, packet_sent_vectors = 16384;
 
+// Chooses the threads of a block, and the vectors of each, for `row_vectors`.
+void spread_rows(FusedGrid& grid);
 // `rows` rows of `row_bytes`, a multiple of 16. Other rows are chosen without `keep_rows`.
 FusedGrid make_fused_grid(int64_t rows, int64_t row_bytes, bool keep_rows);
 

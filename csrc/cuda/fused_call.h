@@ -39,7 +39,7 @@ struct Parameters {
     uint64_t timeout_ns;
     Group group;
     char* memory[max_ranks];  // of each rank
-    // Only read where a call has more than plain steps.
+    // Only read by full epilogues.
     int32_t has_branch, round_sum, is_e5m2, divide_by_scale;
     float divisor, branch_factor, amax_factor, least_scale;
     NormParameters branch_norm;

@@ -40,9 +40,7 @@ Exchange exchange_of(const Call& call) {
 FusedGrid divide(FusedGrid grid, int cluster) {
     if (cluster == 1) return grid;
     grid.row_vectors /= cluster, grid.block_vectors /= cluster, grid.blocks *= cluster;
-    const int64_t needed = (grid.row_vectors + fused_threads - 1) / fused_threads;
-    grid.per_thread = needed <= 2 ? static_cast<int>(needed) : fused_vectors;
-    grid.threads = static_cast<int>((grid.row_vectors + grid.per_thread * 32 - 1) / (grid.per_thread * 32) * 32);
+    spread_rows(grid);
     return grid;
 }
 
@@ -136,10 +134,7 @@ void launch_fused_collective(const Group& group, const Call& call, const std::ve
     p.inverse_cols = 1.0f / static_cast<float>(call.grid.row_vectors * vector_size / size_of(call.type));
     p.scale = epilogue.scale, p.row_scales = epilogue.row_scales, p.normed = epilogue.normed;
     p.normed_bytes = static_cast<int32_t>(vector_size / size_of(call.type) * size_of(epilogue.normed_type));
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned>(launch.cluster);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchAttribute attribute = cluster_attribute(launch.cluster);
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(grid.blocks)), config.blockDim = dim3(static_cast<unsigned>(grid.threads));
     config.stream = stream, config.attrs = &attribute, config.numAttrs = launch.cluster > 1 ? 1 : 0;

@@ -62,24 +62,24 @@ class Rows {
     __device__ Rows(const Parameters& p, const Block& block)
         : p_(p),
           block_(block),
-          linear_bias_(has_all ? segment_of(p.linear_bias) : nullptr),
-          branch_weight_(has_all ? segment_of(p.branch_norm.weight) : nullptr),
-          branch_bias_(has_all ? segment_of(p.branch_norm.bias) : nullptr),
+          linear_bias_(is_full ? segment_of(p.linear_bias) : nullptr),
+          branch_weight_(is_full ? segment_of(p.branch_norm.weight) : nullptr),
+          branch_bias_(is_full ? segment_of(p.branch_norm.bias) : nullptr),
           weight_(segment_of(p.norm.weight)),
-          bias_(has_all ? segment_of(p.norm.bias) : nullptr) {}
+          bias_(is_full ? segment_of(p.norm.bias) : nullptr) {}
 
     // Loads what does not depend on the peers. The block need not have begun.
     __device__ void load() {
         load_residual(0);
         for_own([&](int v, int32_t at) {
             weight_.prefetch(v, at);
-            if constexpr (has_all) {
+            if constexpr (is_full) {
                 linear_bias_.prefetch(v, at), branch_weight_.prefetch(v, at), branch_bias_.prefetch(v, at);
                 bias_.prefetch(v, at);
                 if (p_.addend) asm volatile("prefetch.global.L2 [%0];" ::"l"(p_.addend + block_.first + at));
             }
         });
-        if (has_all && p_.scale) scale_ = *p_.scale;
+        if (is_full && p_.scale) scale_ = *p_.scale;
     }
 
     // Calls `body(v, at)` for each vector `at` of a row that this thread has.
@@ -95,13 +95,13 @@ class Rows {
     // `reduced(v, row, at)`: the reduced vector row + at of the slice, which is vector v of this thread.
     template <typename Reduced>
     __device__ void run(Reduced reduced) {
-        const bool round_sum = !has_all || p_.round_sum;
+        const bool round_sum = !is_full || p_.round_sum;
         for (int32_t row = 0; row < block_.size; row += p_.row_vectors) {
             Vector<T> own[per_thread];  // the sums, or the branch where the norm reads sums in fp32
             for_own([&](int v, int32_t at) {
                 if (row + at < block_.size) own[v].line = reduced(v, row, at);  // the last row without a norm may be short
             });
-            if (has_all && p_.has_branch) compute_branch(own, block_.first + row);
+            if (is_full && p_.has_branch) compute_branch(own, block_.first + row);
             for_own([&](int v, int32_t at) {
                 if (row + at >= block_.size) return;
                 Vector<T> summed = own[v];
@@ -116,7 +116,7 @@ class Rows {
     }
 
   private:
-    static constexpr bool has_all = kind == EpilogueKind::full;
+    static constexpr bool is_full = kind == EpilogueKind::full;
     static constexpr int n = elements_of_vector<T>;
     // Registers for the branch too are left where a thread has few vectors of a row.
     using BranchColumns = Columns<T, per_thread, (per_thread <= 2)>;
@@ -166,7 +166,7 @@ class Rows {
     __device__ void write_norm(Vector<T> (&row)[per_thread], const NormParameters& norm, const Weights& weight,
                                const Weights& bias, Number number) {
         float mean = 0;
-        if (has_all && norm.kind == Norm::layer) mean = row_sum(number) * p_.inverse_cols;
+        if (is_full && norm.kind == Norm::layer) mean = row_sum(number) * p_.inverse_cols;
         const float squares = row_sum([&](int v, int e) {
             const float x = number(v, e) - mean;
             return x * x;
@@ -185,10 +185,10 @@ class Rows {
 #pragma unroll
                 for (int e = 0; e < n; ++e) {
                     const float w = to_float(weights.v[e]);
-                    x[e] *= has_all ? norm.weight_offset + w : w;
+                    x[e] *= is_full ? norm.weight_offset + w : w;
                 }
             }
-            if (has_all && bias) {
+            if (is_full && bias) {
                 const Vector<T> biases = bias.get(v, at);
 #pragma unroll
                 for (int e = 0; e < n; ++e) x[e] += to_float(biases.v[e]);
@@ -221,9 +221,9 @@ class Rows {
     __device__ void compute_norm(Vector<T> (&row)[per_thread], int64_t first) {
         write_norm(row, p_.norm, weight_, bias_, [&](int v, int e) {
             const float x = to_float(row[v].v[e]);
-            return !has_all || p_.round_sum ? x : x + to_float(residual_[v].v[e]);
+            return !is_full || p_.round_sum ? x : x + to_float(residual_[v].v[e]);
         });
-        if (has_all && (p_.scale || p_.row_scales)) {
+        if (is_full && (p_.scale || p_.row_scales)) {
             cast_row(row, first);
         } else {
             for_own([&](int v, int32_t at) { reinterpret_cast<uint4*>(p_.normed)[first + at] = row[v].line; });

@@ -45,7 +45,7 @@ struct WeightCast {
 };
 
 // Load the kernels of waits.cu, data.cu, fp8_wire.cu, fp8_amax_history.cu, fp8_cached_weight.cu, transpose.cu, words.cu and
-// fused_collective.cu onto the current device. Loading one later could wait for a kernel that spins.
+// fused_variants_*.cu onto the current device. Loading one later could wait for a kernel that spins.
 void preload_waits();
 void preload_data();
 void preload_fp8_wire();

@@ -21,10 +21,7 @@ int64_t query_clusters(const void* kernel, int threads, int cluster) {
     cudaFuncAttributes attributes{};
     check(cudaFuncGetAttributes(&attributes, kernel), "look up a kernel");
     if (attributes.ptxVersion < 90) return 0;
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchAttribute attribute = cluster_attribute(cluster);
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(cluster)), config.blockDim = dim3(static_cast<unsigned>(threads));
     config.attrs = &attribute, config.numAttrs = 1;

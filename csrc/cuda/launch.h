@@ -18,6 +18,15 @@ int64_t resident_blocks(const void* kernel, int threads);
 // architecture without clusters. Looked up once, as above.
 int64_t resident_clusters(const void* kernel, int threads, int cluster);
 
+// The attribute of a launch in clusters of `cluster` blocks.
+inline cudaLaunchAttribute cluster_attribute(int cluster) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    return attribute;
+}
+
 template <typename... Parameters>
 void load(void (*kernel)(Parameters...), int threads) {
     resident_blocks(reinterpret_cast<const void*>(kernel), threads);
