@@ -17,6 +17,7 @@ from ub_overlap import _torch_compat
 
 from ..fp8.numerics import FLOAT8
 from ..session.host_layout import size_of
+from .c10d_launch import start_all_gather, start_all_reduce, start_reduce_scatter
 from .plain_collective import run_collective
 
 
@@ -38,7 +39,7 @@ def all_gather(shard: Tensor, group: str) -> Tensor:
         return all_gather(shard.contiguous().view(torch.uint8), group).view(shard.dtype)
     out = shard.new_empty((shard.shape[0] * group_size(group), *shard.shape[1:]))
     if out.numel():
-        run_collective(group, shard.device.type, lambda: _torch_compat.gather_into(out, shard.contiguous(), group))
+        run_collective(group, shard.device.type, lambda: start_all_gather(out, shard.contiguous(), group))
     return out
 
 
@@ -46,7 +47,7 @@ def reduce_scatter(full: Tensor, group: str) -> Tensor:
     """[R * s, ...] -> [s, ...], summed over ranks"""
     out = full.new_empty((full.shape[0] // group_size(group), *full.shape[1:]))
     if out.numel():
-        run_collective(group, full.device.type, lambda: _torch_compat.scatter_into(out, full.contiguous(), group))
+        run_collective(group, full.device.type, lambda: start_reduce_scatter(out, full.contiguous(), group))
     return out
 
 
@@ -54,7 +55,7 @@ def all_reduce(full: Tensor, group: str) -> Tensor:
     """Return a contiguous tensor of the same sizes, summed over ranks."""
     out = full.clone(memory_format=torch.contiguous_format)
     if out.numel():
-        run_collective(group, full.device.type, lambda: _torch_compat.group_of(group).allreduce([out]).wait())
+        run_collective(group, full.device.type, lambda: start_all_reduce(out, group))
     return out
 
 

@@ -33,8 +33,9 @@ from ..session.bind import find_session
 from ..session.session import Session
 from . import c10d_fallback as c10d
 from .all_to_all_args import AllToAllArgs, make_result
+from .c10d_launch import start_all_gather, start_all_reduce, start_reduce_scatter
 from .coalesced_args import CoalescedArgs, each_collective
-from .plain_collective import run_collective, wait_for
+from .plain_collective import launch, wait_for
 from .start_args import StartArgs
 
 SplitArgs: TypeAlias = StartArgs | AllToAllArgs | CoalescedArgs
@@ -157,15 +158,14 @@ def _wait(launched: _Launched) -> Tensor:
 
 def _exchange(a: AllToAllArgs) -> _Launched:
     members, result = compat.group_of(a.group), make_result(a)
-    works: list[Any] = []
 
-    def run() -> None:
+    def begin() -> Any:
         into, of = _rows_of_bytes(result), _rows_of_bytes(a.input)
-        works.append(members.alltoall_base(into, of, [int(n) for n in a.output_splits], [int(n) for n in a.input_splits]))
+        return members.alltoall_base(into, of, [int(n) for n in a.output_splits], [int(n) for n in a.input_splits])
 
-    if a.input.shape[1:].numel():  # else no rank has anything to send; a rank without rows takes part
-        run_collective(a.group, a.input.device.type, run)
-    return _Launched(a, works[0] if works else None, a.input, result)
+    # Without columns no rank has anything to send. A rank without rows takes part.
+    work = launch(a.group, a.input.device.type, begin) if a.input.shape[1:].numel() else None
+    return _Launched(a, work, a.input, result)
 
 
 def _rows_of_bytes(tensor: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def _rows_of_bytes(tensor: Tensor) -> Tensor:
 
 
 def _reduce_or_gather(a: StartArgs) -> _Launched:
-    members, ranks = compat.group_of(a.group), c10d.group_size(a.group)
+    ranks = c10d.group_size(a.group)
     if a.collective == "all_gather":
         sent = a.input.view(torch.uint8) if a.input.dtype in FLOAT8 else a.input  # gloo has no such type
         result = sent.new_empty((sent.shape[0] * ranks, *sent.shape[1:]))
@@ -185,19 +185,16 @@ def _reduce_or_gather(a: StartArgs) -> _Launched:
             result = sent.new_empty((sent.shape[0] // ranks, *sent.shape[1:]))
         else:
             result = sent.clone() if sent is a.input else sent  # c10d reduces it in place
-    works: list[Any] = []
 
-    def run() -> None:
+    def begin() -> Any:
         if a.collective == "all_gather":
-            works.append(members._allgather_base(result, sent))
-        elif a.collective == "reduce_scatter":
-            works.append(members._reduce_scatter_base(result, sent))
-        else:
-            works.append(members.allreduce([result]))
+            return start_all_gather(result, sent, a.group)
+        if a.collective == "reduce_scatter":
+            return start_reduce_scatter(result, sent, a.group)
+        return start_all_reduce(result, a.group)
 
-    if result.numel():
-        run_collective(a.group, a.input.device.type, run)
-    return _Launched(a, works[0] if works else None, sent, result)
+    work = launch(a.group, a.input.device.type, begin) if result.numel() else None
+    return _Launched(a, work, sent, result)
 
 
 def _inputs(a: SplitArgs) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 A group without transport, and a site whose strategy is "none", run plain collectives. Their waits end at the deadline of the
 process group, and c10d's error names neither the site nor a rank. Where the group has an arena, a peer whose process is gone
-is named.
+is named. gloo can miss that a peer has closed its connection, so waits on the CPU look for such peers themselves.
 
 The wait of a split collective also ends at the deadline of a step, on the CPU. Ranks that fail there report it in the Store.
 So the ranks that do not report it are named: they have not come so far, or they are gone.
@@ -22,6 +22,7 @@ from ub_overlap import _torch_compat
 
 from .. import errors, settings
 from ..session.bind import find_session
+from ..session.session import Session
 from ..session.wait_limit import WaitLimit
 
 _POLL_S = 0.05
@@ -49,17 +50,23 @@ def at_site(op: str, site: str) -> Iterator[None]:
         _current.op, _current.site = before
 
 
-def run_collective(group: str, device: str, run: Callable[[], object]) -> None:
-    """Run a collective of `group`. CollectiveError, or PeerTimeoutError for a peer that is gone, where it fails."""
-    try:
-        run()
-    except (errors.UbOverlapError, torch.OutOfMemoryError):
-        raise
-    except RuntimeError as failure:  # base class of c10d's errors; gloo raises it itself
-        session = find_session(group, device)
-        if session is not None:
-            session.fail_collective(_current.op, _current.site, str(failure))
-        raise _collective_error(group, device, str(failure)) from failure
+def launch(group: str, device: str, start: Callable[[], Any]) -> Any:
+    """Start a collective of `group` and return c10d's handle. Errors as of `run_collective`."""
+    with _name_failures(group, device):
+        return start()
+
+
+def run_collective(group: str, device: str, start: Callable[[], Any]) -> None:
+    """Start a collective of `group` and wait for it, where it fails with an error of ours.
+
+    PeerTimeoutError for a peer that is gone, else CollectiveError. GroupAbortedError.
+    """
+    with _name_failures(group, device):
+        work = start()
+        if device == "cuda":
+            work.wait()
+        else:
+            _wait_on_host(work, group, device)
 
 
 def wait_for(work: Any, group: str, device: str) -> None:
@@ -69,51 +76,84 @@ def wait_for(work: Any, group: str, device: str) -> None:
     CollectiveError where all do. GroupAbortedError.
     """
     if device == "cuda":
-        run_collective(group, device, work.wait)
+        with _name_failures(group, device):
+            work.wait()
         return
     session = find_session(group, device)
     assert session is not None
     step_s = settings.current().step_timeout_s
-    limit, where = WaitLimit(step_s), f"{_current.op} at site '{_current.site}', group '{group}'"
+    limit, where = WaitLimit(step_s), _where(group)
+    cause: RuntimeError | None = None
     while True:
         session.abort.check(where)
         try:
-            work.wait(timedelta(seconds=_POLL_S))
-            return
-        except RuntimeError as failure:
-            if not work.is_completed():
-                if not limit.is_over():
-                    continue
-                what, got = f"a collective did not end within {step_s:g} s", "no result"
-            elif (own := _failure_of(work)) is None:
+            if _ends_soon(work):
                 return
-            else:
-                what, got = "a collective failed", own
-            ranks = session.find_silent_ranks(_current.op, _current.site, f"{what}: {got}", min(_REPORT_S, step_s))
-            if not ranks:
-                raise _collective_error(group, device, f"{what}: {got}") from failure
-            late = errors.ranks_text(ranks)
-            raise errors.PeerTimeoutError(
-                f"{what}; {late} of the group did not report that: gone, or not yet there",
-                ranks=ranks,
-                op=_current.op,
-                site=_current.site,
-                phase="c10d",
-                reporter=session.core.rank,
-                where=f"{where}; noticed by rank {session.core.rank}",
-                got=got,
-                expected="all ranks start and finish the collective",
-                fix=f"look at the log and the stack of {late}; if it is only slow, {settings.advise('step_timeout_s')}",
-            ) from failure
+        except RuntimeError as failure:
+            what, got, cause = "a collective failed", str(failure).partition("\n")[0], failure
+            break
+        if limit.is_over():
+            what, got = f"a collective did not end within {step_s:g} s", "no result"
+            break
+    ranks = session.find_silent_ranks(_current.op, _current.site, f"{what}: {got}", min(_REPORT_S, step_s))
+    if not ranks:
+        raise _collective_error(group, device, f"{what}: {got}") from cause
+    late = errors.ranks_text(ranks)
+    raise errors.PeerTimeoutError(
+        f"{what}; {late} of the group did not report that: gone, or not yet there",
+        ranks=ranks,
+        op=_current.op,
+        site=_current.site,
+        phase="c10d",
+        reporter=session.core.rank,
+        where=f"{where}; noticed by rank {session.core.rank}",
+        got=got,
+        expected="all ranks start and finish the collective",
+        fix=f"look at the log and the stack of {late}; if it is only slow, {settings.advise('step_timeout_s')}",
+    ) from cause
 
 
-def _failure_of(work: Any) -> str | None:
-    """Return the first line of the error of a completed collective, None where it succeeded."""
+@contextlib.contextmanager
+def _name_failures(group: str, device: str) -> Iterator[None]:
+    """Raise c10d's errors as PeerTimeoutError or CollectiveError."""
     try:
+        yield
+    except (errors.UbOverlapError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as failure:  # base class of c10d's errors; gloo raises it itself
+        session = find_session(group, device)
+        if session is not None:
+            session.fail_collective(_current.op, _current.site, str(failure))
+        raise _collective_error(group, device, str(failure)) from failure
+
+
+def _wait_on_host(work: Any, group: str, device: str) -> None:
+    """Wait until a collective ends, or `_REPORT_S` after a peer of the group has failed or its process is gone.
+
+    A peer may end as soon as it has its own result, so the collective gets that time to end here too.
+    """
+    session: Session | None = None
+    limit: WaitLimit | None = None
+    while not _ends_soon(work):
+        session = session or find_session(group, device)
+        if session is None:
+            continue
+        session.abort.check(_where(group))
+        if limit is None and session.has_lost_peer():
+            limit = WaitLimit(min(_REPORT_S, settings.current().step_timeout_s))
+        if limit is not None and limit.is_over():
+            raise RuntimeError("a peer failed or its process is gone, and the collective did not end")
+
+
+def _ends_soon(work: Any) -> bool:
+    """Wait for a collective in flight, at most `_POLL_S`, and return whether it ended. Raise its error where it failed."""
+    try:
+        work.wait(timedelta(seconds=_POLL_S))
+    except RuntimeError:  # also for the end of that time
+        if not work.is_completed():
+            return False
         work.wait()
-    except RuntimeError as failure:
-        return str(failure).partition("\n")[0]
-    return None
+    return True
 
 
 def _collective_error(group: str, device: str, text: str) -> errors.CollectiveError:
@@ -122,9 +162,13 @@ def _collective_error(group: str, device: str, text: str) -> errors.CollectiveEr
     within = "" if deadline is None else f" within the deadline of the process group, {deadline:g} s"
     return errors.CollectiveError(
         f"the plain collective of a site failed on rank {process_group.rank()} of the group",
-        where=f"{_current.op} at site '{_current.site}', group '{group}' of {process_group.size()} ranks",
+        where=f"{_where(group)} of {process_group.size()} ranks",
         got=text.splitlines()[0] if text else "no text",
         expected=f"all ranks run it{within}",
         fix="look at ranks that stopped before this site, or that do not report this error; "
         "init_process_group(timeout=...) and new_group(timeout=...) set the deadline",
     )
+
+
+def _where(group: str) -> str:
+    return f"{_current.op} at site '{_current.site}', group '{group}'"

@@ -221,6 +221,14 @@ class Session:
                 self._check_peers()
                 time.sleep(0.05)
 
+    def has_lost_peer(self) -> bool:
+        """Return whether a peer of this group has failed, or its process is gone."""
+        try:
+            self._check_peers()
+        except errors.UbOverlapError:
+            return True
+        return False
+
     def find_silent_ranks(self, op: str, site: str, text: str, seconds: float) -> tuple[int, ...]:
         """Report a failed collective to the peers. Return the ranks that report none within `seconds`."""
         exchange = self._exchange

@@ -301,14 +301,14 @@ def global_ranks(group: Any) -> list[int]:
     return sorted(known, key=known.__getitem__) if (known := distributed_c10d._world.pg_group_ranks.get(group)) else []
 
 
-def gather_into(out: Any, shard: Any, group: str) -> None:
+def start_all_gather(out: Any, shard: Any, group: str) -> Any:
     """All-gather `shard` into `out`, in rank order, without the host overhead of torch.distributed's functions."""
-    group_of(group)._allgather_base(out, shard).wait()
+    return group_of(group)._allgather_base(out, shard)
 
 
-def scatter_into(out: Any, whole: Any, group: str) -> None:
-    """Reduce-scatter `whole` into `out`, with a sum."""
-    group_of(group)._reduce_scatter_base(out, whole).wait()
+def start_reduce_scatter(out: Any, full: Any, group: str) -> Any:
+    """Reduce-scatter `full` into `out`, with a sum."""
+    return group_of(group)._reduce_scatter_base(out, full)
 
 
 def timeout_of(group: Any, device: str) -> float | None:

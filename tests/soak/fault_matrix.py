@@ -57,7 +57,8 @@ def list_faults(device: str, quick: bool = False) -> list[Fault]:
             Fault("dies", kind, "SIGTERM", TIMEOUT, victim_lives=False, is_death=True, devices=("cpu",)),
             Fault("dies", kind, "SIGINT", TIMEOUT + FAILED, victim_lives=False, is_death=True, devices=("cpu",)),
         ]
-    faults += [Fault("dies", f"plain {kind}", "SIGKILL", TIMEOUT, False, True, ("cpu",)) for kind in OPS]
+    for function in ("dies", "orphans"):
+        faults += [Fault(function, f"plain {kind}", "SIGKILL", TIMEOUT, False, True, ("cpu",)) for kind in OPS]
     for kind in ("AG",) if quick else (*OPS, *DIRECT, *FUSED):
         faults += [Fault("skips", kind, "last", TIMEOUT), Fault("skips", kind, "next", MISMATCH)]
         faults += [Fault("aborts", kind, how, ABORTED) for how in ("busy", "idle")]

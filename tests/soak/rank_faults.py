@@ -37,6 +37,20 @@ def dies(rank: int, world: int, device: str, kind: str, how: str, deadline: floa
     return scene.finish(scene.call_until_error(LOOP_S + 3 * deadline))
 
 
+def orphans(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
+    """Send the signal `how` to the victim, whose child keeps its connections open, as a data loader's worker may."""
+    scene = Scene(rank, world, device, kind, deadline, victim)
+
+    def strike() -> None:
+        if os.fork() == 0:
+            time.sleep(LOOP_S + 3 * deadline)
+            os._exit(0)
+        os.kill(os.getpid(), getattr(signal, how))
+
+    scene.strike_later(strike)
+    return scene.finish(scene.call_until_error(LOOP_S + 3 * deadline))
+
+
 def leaves(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
     """The victim stops calling: its program raises (`how` "raises"), ends ("exits"), or fails within an op ("in_op")."""
     scene = Scene(rank, world, device, kind, deadline, victim)

@@ -22,6 +22,7 @@ FAULTS = (
     "RS: dies SIGKILL",
     "SRS: dies SIGTERM",
     "plain AR: dies SIGKILL",
+    "plain AR: orphans SIGKILL",
     "RS direct: dies SIGKILL",
     "AR direct: dies SIGSTOP",
     "bulk: leaves exits",
