@@ -19,7 +19,7 @@ def test_all_ranks_leave(pools: dict[int, RankPool], strategy: str) -> None:
     assert pools[2].run(work.all_leave, strategy) == [[], []]
 
 
-@pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("strategy", ["bulk", "none"])
 def test_one_rank_leaves(pools: dict[int, RankPool], collective: str, strategy: str) -> None:
     """The look-alike: the others have finished. No rank goes on with data of another step: all get an error with the site."""

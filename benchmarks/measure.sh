@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# Measure what two GPUs allow: memory kernels, ops and blocks of 2 ranks, of 4 and 8 ranks in mirror mode, float8
-# MLPs, data, context, expert and pipeline parallelism.
+# Measure what the GPUs of this host allow, with one rank on each: ops and blocks, float8 MLPs, decode, data, context, expert and
+# pipeline parallelism, memory kernels. With two GPUs also ops and blocks of 4 and 8 ranks, in mirror mode.
 #
-#     benchmarks/two_gpus.sh OUT [PART...]     parts: memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp dp_hosts
-#                                              pp cp ep decode decode_layers
+#     benchmarks/measure.sh OUT [PART...]     parts: memory ops blocks mlp dp dp_hosts pp cp ep decode decode_layers
+#                                             and with two GPUs ops4 ops8 blocks4 blocks8
 #
-# Default: 10 minutes, without dp_hosts (data parallelism over NCCL, as across hosts), cp and ep (context and expert parallelism)
-# and decode_layers.
-# JSON files, and the output of all parts in log.txt, are in OUT. Tables are printed last. Every part has a time limit.
+# Default: 10 minutes with two GPUs, without dp_hosts (data parallelism over NCCL, as across hosts), cp and ep (context and
+# expert parallelism) and decode_layers. JSON files, and the output of all parts in log.txt, are in OUT. Tables are printed last.
+# Every part has a time limit.
 set -u
 shopt -s nullglob
 cd "$(dirname "$0")/.."
-out=${1:?usage: benchmarks/two_gpus.sh OUT [PART...]}
+out=${1:?usage: benchmarks/measure.sh OUT [PART...]}
 shift
 mkdir -p "$out"
 : >"$out/log.txt"
 failed=
+gpus=$(nvidia-smi --list-gpus | wc -l)
 
 part() {  # NAME SECONDS COMMAND...: run a part that writes OUT/NAME.json
     local name=$1 limit=$2 begin=$SECONDS
@@ -24,7 +25,7 @@ part() {  # NAME SECONDS COMMAND...: run a part that writes OUT/NAME.json
     timeout -k 10 "$limit" "$@" --json "$out/$name.json" >>"$out/log.txt" 2>&1 || failed+=" $name"
     echo "$name: $((SECONDS - begin)) s"
 }
-ranks() { part "$1" "$2" torchrun --nproc-per-node 2 -m "${@:3}"; }
+ranks() { part "$1" "$2" torchrun --nproc-per-node "$gpus" -m "${@:3}"; }
 ops() { ranks "$1" 100 benchmarks.ops "${@:2}" --suite quick --rows '*8192' --iters 15 --algorithms --budget-s 70; }
 # plain: independent matmuls in bulk collectives only, nothing packed; apart: nothing packed; weights: packed without copies.
 blocks() {
@@ -38,13 +39,15 @@ mlp() {
         --ours 'rowwise={"fp8":{"recipe":"rowwise"}}' --budget-s 120
 }
 
-for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp pp decode}; do
+mirrored=
+[ "$gpus" -ne 2 ] || mirrored="ops8 ops4 blocks8 blocks4"
+for name in ${*:-memory $mirrored ops blocks mlp dp pp decode}; do
     case $name in
     memory) part memory 60 python3 -m benchmarks.memory ;;
     ops8 | ops4) ops "$name" --mirror "${name#ops}" ;;
-    ops2) ops ops2 ;;
+    ops) ops ops ;;
     blocks8 | blocks4) blocks "$name" --mirror "${name#blocks}" ;;
-    blocks2) blocks blocks2 --variants inductor,ours,compute,nocomm ;;
+    blocks) blocks blocks --variants inductor,ours,compute,nocomm ;;
     mlp) mlp ;;
     # NCCL carries the collectives, as across hosts: as the assumed network decides, and split everywhere.
     dp_hosts) ranks dp_hosts 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --hosts 2 --graphs --budget-s 100 \
