@@ -1,14 +1,13 @@
 """Variants of Llama blocks under data parallelism: FSDP2, weights gathered in the graph, and the compute of one rank alone.
 
     compute      whole weights, no communication
-    inductor     every linear gathers its weight in the graph (ZeRO-3 by functional collectives), torch.compile
+    inductor     every linear and norm gathers its weight in the graph (ZeRO-3 by functional collectives), torch.compile
     fsdp2        fully_shard of each block and of the model, each block compiled
     fsdp2_ours   the same with ub_overlap.fsdp.install
     fsdp2_symm   the same with set_symm_mem_for_comm, where torch has it; not in one run with ours, whose memory it breaks
     others       as inductor, by our backend with the options of that name
 
-Weights of linears are sharded by rows. Norms keep whole weights, and their gradients stay local but in fsdp2: 0.01% of the
-bytes. All ranks have the same weights and inputs of their own.
+Weights are sharded by rows. All ranks have the same weights and inputs of their own.
 """
 
 from __future__ import annotations
@@ -39,15 +38,27 @@ SHARDED = (FSDP2, FSDP2_OURS, FSDP2_SYMM)
 """Variants that use fully_shard."""
 
 
-class GatheredLinear(nn.Module):
-    """A linear that stores this rank's rows of its weight, and gathers the others where it is used."""
+class GatheredWeight(nn.Module):
+    """A module that stores this rank's rows of its weight, and gathers the others where it is used."""
 
     def __init__(self, whole: Tensor, rank: int, ranks: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(whole.detach().chunk(ranks)[rank].clone())
 
+    def gathered(self) -> Tensor:
+        return funcol.all_gather_tensor_autograd(self.weight, 0, dist.group.WORLD)
+
+
+class GatheredLinear(GatheredWeight):
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, funcol.all_gather_tensor_autograd(self.weight, 0, dist.group.WORLD))
+        return F.linear(x, self.gathered())
+
+
+class GatheredNorm(GatheredWeight):
+    """RMSNorm over the last dim."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.gathered())
 
 
 @dataclass
@@ -98,11 +109,14 @@ def _fully_shard(model: nn.Module, name: str, compiler: str) -> None:
 
 
 def shard(model: nn.Module, world: World) -> None:
-    """Replace the linears of `model` by ones that gather their weights."""
+    """Replace the linears and norms of `model` by ones that gather their weights."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(module, name, GatheredLinear(child.weight, world.rank, world.ranks))
+            elif isinstance(child, nn.RMSNorm):
+                assert child.eps is None and child.weight is not None
+                setattr(module, name, GatheredNorm(child.weight, world.rank, world.ranks))
 
 
 def site_errors(variant: ParallelVariant) -> dict[str, float]:

@@ -268,6 +268,8 @@ class Split:
     """Of an all_to_all: matmuls and the like between its start and finish."""
     halves: tuple[Half, ...] = ()
     """Of a hierarchical collective: the two that it consists of, in order."""
+    bucket: tuple[Collective, ...] = ()
+    """Further collectives that are sent together with it."""
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
@@ -281,9 +283,11 @@ class Split:
     @property
     def members(self) -> list[Node]:
         """The nodes that the site replaces."""
-        c = self.collective
-        assert c.wait is not None
-        return [*(c.widening.nodes if c.widening else ()), c.node, c.wait]
+        nodes: list[Node] = []
+        for c in (self.collective, *self.bucket):
+            assert c.wait is not None
+            nodes += [*(c.widening.nodes if c.widening else ()), c.node, c.wait]
+        return nodes
 
 
 @dataclass(frozen=True, slots=True)

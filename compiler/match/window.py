@@ -59,6 +59,13 @@ class Window:
     """Nodes that write to the memory that is sent, or to what it is made of."""
     calls: tuple[Node, ...] = ()
     """Calls of subgraphs that communicate."""
+    bucket: tuple[Window, ...] = ()
+    """The windows of further collectives that are sent together with this one (windows/buckets.py)."""
+
+    @property
+    def each(self) -> tuple[Window, ...]:
+        """The windows of all collectives that are sent together, of which this is the first."""
+        return (self, *self.bucket)
 
     def is_at_the_edge(self, parameters: Collection[Node] | None) -> bool:
         """Return whether it gathers a parameter, or reduces what only the graph's output reads: as data parallelism does.
@@ -88,6 +95,11 @@ class Window:
 
         `moving`: the waits and trails of windows. What they feed does not move in front of them.
         """
+        ranges = [w._own_bounds(order, moving) for w in self.each]
+        first, last = max(first for first, _ in ranges), min(last for _, last in ranges)
+        return min(first, last), last
+
+    def _own_bounds(self, order: FusionOrder, moving: Mapping[Node, object]) -> tuple[int, int]:
         own = order.position[self.collective.node]
         fixed = [*self.sources, *(n for n in self.lead if n in order.taken)]
         first = max([order.begin, *(order.span(n)[1] + 1 for n in fixed)])
@@ -224,4 +236,5 @@ def _accumulator(node: Node) -> Node | None:
 
 def moving_nodes(windows: Iterable[Window]) -> dict[Node, Window]:
     """Return the nodes that move with the finishes of `windows`."""
-    return {node: w for w in windows for node in (w.collective.wait, *w.trail) if node is not None}
+    each = [w for window in windows for w in window.each]
+    return {node: w for w in each for node in (w.collective.wait, *w.trail) if node is not None}

@@ -132,6 +132,8 @@ class SplitWindow:
     """The number of its finish as in `order`, where that waits for the finishes of other ranks; None where it does not."""
     first_half: SplitWindow | None = None
     """Of a hierarchical collective, whose second half this then is: the half whose result it sends."""
+    bucket: str | None = None
+    """The site that sends it together with others; None where it is sent alone. Bytes and times are its share."""
 
     @property
     def hidden(self) -> float:
@@ -149,7 +151,8 @@ class SplitWindow:
         """What all ranks must agree on: slots and the order of starts, and the form. Each rank finishes where it needs the
         result, unless a finish waits for those of other ranks (docs/explanation/schedules.md)."""
         finish = [] if self.finish_order is None else [self.finish_order]
-        own = [self.slot, self.order, *finish, *([] if self.releases is None else ["zero-copy"])]
+        form = [*([] if self.releases is None else ["zero-copy"]), *([f"bucket of {self.bucket}"] if self.bucket else [])]
+        own = [self.slot, self.order, *finish, *form]
         return own if self.first_half is None else [*self.first_half.shared, *own]
 
     def __str__(self) -> str:
@@ -158,6 +161,7 @@ class SplitWindow:
         mib = self.landing_bytes / 2**20
         over = f"over {self.transport}, " if self.transport else ""
         release = "" if self.releases is None else f", not copied and released as number {self.releases}"
+        over += f"in the bucket of {self.bucket}, " if self.bucket else ""
         return (
             f"{over}starts as number {self.starts} and finishes as number {self.finishes} of the graph's communication, in "
             f"slot {self.slot} ({mib:.1f} MiB){release}; {self.exposed_us:.0f} of {self.transfer_us:.0f} us exposed"

@@ -129,6 +129,7 @@ class HalfWindowRecord(TypedDict):
     transport: NotRequired[str]
     releases: NotRequired[int | None]
     finish_order: NotRequired[int | None]
+    bucket: NotRequired[SiteName | None]
     first_half: NotRequired[None]
 
 

@@ -86,7 +86,7 @@ def outlook(d: Decision, profile: Profile) -> Outlook | None:
     if not shape.matmuls:
         alone = predict(shape, NONE, profile)
         if d.window is not None:
-            split = _predict_split(d.window, _times_of(d, d.window, shape, profile))
+            split = _predict_split(d, d.window, shape, profile)
             return Outlook({str(NONE): alone, decided: split}, decided, decided, str(d.window))
         if d.traced.is_fused or shape.is_fused:
             return _predict_fused(d, shape, profile)
@@ -113,8 +113,14 @@ def _times_of(d: Decision, window: SplitWindow, shape: SiteShape, profile: Profi
     return (split_times(shape, d.traced.chunks, profile, window.releases is not None),)
 
 
-def _predict_split(window: SplitWindow, times: Sequence[SplitTimes]) -> Prediction:
-    """Return the time that a split collective takes from the graph: its ops, its waits, and what its transfers slow down."""
+def _predict_split(d: Decision, window: SplitWindow, shape: SiteShape, profile: Profile) -> Prediction:
+    """Return the time that a split collective takes from the graph: its ops, its waits, and what its transfers slow down.
+
+    Of a collective in a bucket its share, as it was decided: the sizes of the others are in decisions of their own.
+    """
+    if window.bucket:
+        return Prediction(dict(d.predicted)[str(d.traced)], 0.0, window.transfer_us)
+    times = _times_of(d, window, shape, profile)
     exposed = sum(half.exposed_us for half in window.halves)
     return Prediction(exposed + sum(t.shortest_us + t.slowed_us for t in times), 0.0, sum(t.transfer_us for t in times))
 

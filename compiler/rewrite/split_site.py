@@ -1,5 +1,11 @@
 """Rewrite a collective as two ops, start and finish, and if it is zero-copy a third, release. An all_to_all has ops of its own.
 
+A bucket is one such pair for several collectives (windows/buckets.py). Legend: R ranks; n elements of one input, N of all.
+
+    all_gather       inputs [s, ..] -> [1, n] -> cat -> [1, N] -> [R, N] -> columns [R, n] -> [R * s, ..]
+    reduce_scatter   inputs [R * s, ..] -> [R, n] -> cat -> [R, N] -> [1, N] -> columns [1, n] -> [s, ..]
+    all_reduce       inputs [s, ..] -> [1, n] -> cat -> [1, N] -> [1, N] -> columns [1, n] -> [s, ..]
+
 A hierarchical collective is two such pairs. Legend: H hosts of L ranks each; s rows of a shard.
 
     all_gather       [s] -> across hosts -> [H * s] -> within -> [L * H * s] -> reorder -> [H * L * s]
@@ -10,10 +16,12 @@ The layout of the graph gives the ops their places (windows/layout.py).
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.fx import Node
 
-from ..graph.aten import dtype_of, shape_of
+from ..graph.aten import aten, dtype_of, shape_of
 from ..graph.emitter import Emitter
 from ..graph.sizes import Size
 from ..match.all_to_all import is_permute, split_args
@@ -29,19 +37,50 @@ def rewrite_split(e: Emitter, m: Split, strategy: Strategy | DispatchTable, site
     assert c.wait is not None and c.op is not None and isinstance(strategy, Strategy)
     if c.op is Op.ALL_TO_ALL:
         return _rewrite_all_to_all(e, m, site)
-    tensor = emit_narrow(e, c.input, c.widening) if c.widening else e.bitcast(c.input, byte_dtype(c))
-    out_dtype = dtype_of(c.node) if c.widening else dtype_of(tensor)
     schedule = str(Strategy(Mode.BULK, strategy.chunks))  # its steps are those of bulk
+    if m.bucket:
+        return _rewrite_bucket(e, m, schedule, site)
+    tensor, out_dtype = _emit_sent(e, c)
     if m.halves:
         value = _emit_halves(e, m, tensor, schedule, site)
     else:
         value = _emit_pair(e, c, tensor, out_dtype, m.slot, m.zero_copy, schedule, c.group, site)
     if m.zero_copy:
         e.call(torch.ops.ub_overlap.release_collective.default, value, m.slot, schedule, c.group, site)
-    value = value if c.widening else e.bitcast(value, dtype_of(c.node))
+    value = _emit_scalings(e, c, value if c.widening else e.bitcast(value, dtype_of(c.node)))
+    return {c.wait: value, c.node: value}
+
+
+def _emit_sent(e: Emitter, c: Collective) -> tuple[Node, torch.dtype]:
+    """Emit the tensor that a collective sends. Return it and the type of the result."""
+    tensor = emit_narrow(e, c.input, c.widening) if c.widening else e.bitcast(c.input, byte_dtype(c))
+    return tensor, dtype_of(c.node) if c.widening else dtype_of(tensor)
+
+
+def _emit_scalings(e: Emitter, c: Collective, value: Node) -> Node:
+    """Emit the scalings in front of a reduction, which follow its result where a narrower type is sent."""
     for target, constant in c.widening.scalings if c.widening else ():
         value = e.call(target, value, constant)
-    return {c.wait: value, c.node: value}
+    return value
+
+
+def _rewrite_bucket(e: Emitter, m: Split, schedule: str, site: str) -> dict[Node, Node]:
+    c, each = m.collective, (m.collective, *m.bucket)
+    sent = [_emit_sent(e, one) for one in each]
+    rows = c.ranks if c.op is Op.REDUCE_SCATTER else 1
+    flat = [e.reshape(tensor, (rows, math.prod(shape_of(tensor)) // rows)) for tensor, _ in sent]
+    joined = e.call(aten.cat.default, flat, 1)
+    value = _emit_pair(e, c, joined, sent[0][1], m.slot, False, schedule, c.group, site)
+    replaced: dict[Node, Node] = {}
+    begin = 0
+    for one, part in zip(each, flat, strict=True):
+        assert one.wait is not None
+        end = begin + shape_of(part)[1]
+        columns = e.call(aten.slice.Tensor, value, 1, begin, end)
+        result = _emit_scalings(e, one, e.reshape(columns, shape_of(one.node)))
+        replaced |= {one.wait: result, one.node: result}
+        begin = end
+    return replaced
 
 
 def _emit_pair(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, Node
 
@@ -100,9 +100,12 @@ def decide(
     decisions: list[Decision] = []
     selected: list[tuple[str, Alternative]] = []
     for i, (name, candidate, assignment) in enumerate(zip(names, candidates, assignments, strict=True)):
-        decision = make_decision(name, candidate, overrides.get(name), assignment, context, choice.windows.get(i))
+        window, sender = choice.windows.get(i), choice.buckets.get(i, i)
+        if window is not None and i in choice.buckets:
+            window = replace(window, bucket=names[sender])
+        decision = make_decision(name, candidate, overrides.get(name), assignment, context, window)
         decisions += [decision, *merged_away(candidate, decision)]
-        if assignment.alternative:
+        if assignment.alternative and sender == i:
             selected.append((name, assignment.alternative))
     merge_scales(decisions, candidates)
     casts = tuple(cast for n in graph.nodes if n.op == "call_function" and (cast := joint_decision(n).cast) is not None)

@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from torch.fx import Graph, Node
 
@@ -34,10 +35,11 @@ from ..select.alternatives import Alternative, Alternatives
 from ..select.assignment import Assignment
 from ..select.benefit import NO_BENEFIT, Benefit, total_benefit
 from ..select.profitability import SiteCosts
+from .buckets import form_buckets
 from .hierarchy import shortest_us
 from .landing_result import release_position
 from .node_times import NodeTimes, next_to_collectives
-from .placed_record import Places, choice_of, describe_window, explain_loss, number_ops, saved_us
+from .placed_record import Places, choice_of, describe_window, explain_loss, number_ops, saved_us, share_of
 from .placement import NETWORK, PORT, Item, Limits, Placed, Transfer, place
 from .ring_slots import fix_slots, has_ring
 from .split_candidates import SplitCandidate, find_splits
@@ -63,6 +65,8 @@ class SplitChoice:
     """By the number of the candidate and FIRST_HALF for the first half of a hierarchical collective, else ""."""
     inner: set[int] = field(default_factory=set)
     """The split collectives in the middle of the graph."""
+    buckets: dict[int, int] = field(default_factory=dict)
+    """By the number of a candidate in a bucket: that of the first one, whose op sends them all."""
 
 
 def choose_splits(
@@ -85,7 +89,11 @@ def choose_splits(
     if not splits:
         return SplitChoice(*assign(found))
     planner = _Planner(graph, candidates, costs, splits, may_differ)
+    if not planner.splits:
+        return SplitChoice(*assign(found))
     kept = [planner.set_aside(i, alternatives) for i, alternatives in enumerate(found)]
+    for i in planner.joined(planner.splits):
+        kept[i] = replace(found[i], ranked=[])
     best: _Round | None = None
     given: set[int] = set()
     reduced = {i for i, alternatives in enumerate(found) if alternatives.ranked and kept[i] is not alternatives}
@@ -105,7 +113,9 @@ def choose_splits(
         given |= apart.keys()
         for i in apart or back:
             kept[i] = apart.get(i, found[i])
-            reduced.discard(i)
+            for m in planner.joined([i]):
+                kept[m] = found[m]
+            reduced -= {i, *planner.joined([i])}
         if not back:
             break
     assert best is not None
@@ -166,6 +176,7 @@ class _Planner:
         times = NodeTimes.of(self.graph, self._profile(), self.costs.hints, untimed, only_compute=self.may_differ)
         self._plain_order = FusionOrder(self.graph)
         self._clock = [times.us(n) for n in self._plain_order.items]
+        self.splits = self._in_buckets()
         for i, s in self.splits.items():
             if s.halves is not None and not self._is_faster_in_halves(s):
                 self.splits[i] = replace(s, halves=None)
@@ -177,6 +188,15 @@ class _Planner:
 
     def needed_us(self, s: SplitCandidate) -> float:
         return max(MARGIN_US, MARGIN * s.times.plain_us)
+
+    def _in_buckets(self) -> dict[int, SplitCandidate]:
+        """Return the candidates with small ones in buckets, which ranks with other graphs could not agree on."""
+        if self.may_differ:
+            return {i: s for i, s in self.splits.items() if not s.is_small or s.window.collective.hosts > 1}
+        moving = moving_nodes(s.window for s in self.splits.values())
+        bounds = {i: s.window.bounds(self._plain_order, moving) for i, s in self.splits.items() if s.is_small}
+        until = [0.0, *accumulate(self._clock)]
+        return form_buckets(self.splits, bounds, lambda first, last: until[last] - until[first], self.costs)
 
     def _hidden_us(self, s: SplitCandidate) -> float:
         """Return the time of all that runs in a window."""
@@ -224,7 +244,7 @@ class _Planner:
         open_splits = {i: s for i, s in self.splits.items() if assignments[i].alternative is None}
         if not open_splits:
             return {}
-        items = self._items(assignments, order, set(open_splits))
+        items = self._items(assignments, order, {m.number for s in open_splits.values() for m in (s, *s.bucket)})
         placed = self._place(items, open_splits, order)
         halves = {i for i, s in open_splits.items() if s.halves is not None}
         if not halves:
@@ -255,6 +275,10 @@ class _Planner:
     def _worth(self, placed: Mapping[int, Places]) -> tuple[int, float]:
         """Return the number of required collectives that are placed, and what all save."""
         return sum(self.splits[i].is_required for i in placed), sum(map(saved_us, placed.values()))
+
+    def joined(self, numbers: Iterable[int]) -> set[int]:
+        """Return the collectives that are sent in the buckets of those of `numbers`."""
+        return {m.number for i in numbers for m in self.splits[i].bucket[1:]}
 
     def _place(self, items: Sequence[Item], open_splits: Mapping[int, SplitCandidate], order: FusionOrder) -> dict[int, Places]:
         splits = list(open_splits.values())
@@ -359,10 +383,10 @@ class _Planner:
 
     def choice(self, assignments: Sequence[Assignment], order: FusionOrder, placed: Mapping[int, Places]) -> SplitChoice:
         """Return the assignments with the placed collectives as split."""
-        result, numbers = list(assignments), number_ops(self.candidates, assignments, order, placed)
+        result, numbers = list(assignments), number_ops(self.candidates, assignments, order, placed, self.joined(placed))
         choice = SplitChoice(result, order)
         for i, s in self.splits.items():
-            places, alternatives = placed.get(i), assignments[i].alternatives
+            places = placed.get(i)
             if places is None:
                 if (lost := explain_loss(s, None)) and not s.is_required and not assignments[i].alternative:
                     result[i] = replace(assignments[i], result=lost)
@@ -373,15 +397,22 @@ class _Planner:
                     )
                     result[i] = replace(assignments[i], result=miss)
                 continue
-            p, saved = places[-1], saved_us(places)
+            p = places[-1]
             is_exchange = s.window.collective.op is Op.ALL_TO_ALL
             concurrent = tuple(filter(is_compute, order.items[p.start : p.finish])) if is_exchange else ()
             halves = tuple(replace(h.half, slot=one.slot) for h, one in zip(s.halves or (), places, strict=bool(s.halves)))
-            site = Split(s.window.collective, p.slot, p.release is not None, concurrent, halves)
-            own = choice_of(s, places)
-            alternative = Alternative(site, s.strategy, saved, Benefit(0, 0, 0, saved), 0, own)
-            result[i] = Assignment(alternatives, alternative, assignments[i].estimate)
-            choice.windows[i] = describe_window(s, places, [numbers[i, part] for part in range(len(places))])
+            orders = [numbers[i, part] for part in range(len(places))]
+            others = tuple(m.window.collective for m in s.bucket[1:])
+            for m in s.bucket or (s,):
+                bucket = others if m.number == i else ()
+                site = Split(m.window.collective, p.slot, p.release is not None, concurrent, halves, bucket)
+                own, saved = choice_of(s, places, m), saved_us(places) * share_of(m, s)
+                alternative = Alternative(site, s.strategy, saved, Benefit(0, 0, 0, saved), 0, own)
+                before = assignments[m.number]
+                result[m.number] = Assignment(before.alternatives, alternative, before.estimate)
+                choice.windows[m.number] = describe_window(s, places, orders, m)
+                if s.bucket:
+                    choice.buckets[m.number] = i
             choice.entries[i, ""] = s.window, p
             if halves:
                 choice.entries[i, FIRST_HALF] = replace(s.window, trail=()), places[0]

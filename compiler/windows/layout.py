@@ -102,7 +102,7 @@ def _keys(graph: Graph, layout: GraphLayout, members: Mapping[str, Collection[No
             emitted.append(n)
         else:
             keys[n] = max([keys[i] for i in n.all_input_nodes if i in keys], default=(-1, 1, 0))
-    for window, p in layout.entries.values():
+    for window, p in [(each, p) for entry, p in layout.entries.values() for each in entry.each]:
         for n in window.lead:
             if n in keys:
                 keys[n] = min(keys[n], (p.start, 0, p.start_number))

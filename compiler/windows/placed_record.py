@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from ..cost.choice import StrategyChoice
 from ..cost.predict import Prediction
@@ -26,8 +27,18 @@ def saved_us(places: Places) -> float:
     return sum(p.saved_us for p in places)
 
 
-def describe_window(s: SplitCandidate, places: Places, numbers: Sequence[tuple[list[int], list[int]]]) -> SplitWindow:
-    """Return the record of the places of one collective. `numbers`: as of number_ops, for each place."""
+def share_of(member: SplitCandidate, s: SplitCandidate) -> float:
+    """Return the share of a bucket's times that counts for one of its collectives; 1 where `s` is sent alone."""
+    return member.times.plain_us / s.times.plain_us if s.bucket else 1.0
+
+
+def describe_window(
+    s: SplitCandidate, places: Places, numbers: Sequence[tuple[list[int], list[int]]], member: SplitCandidate
+) -> SplitWindow:
+    """Return the record of the places of one collective. `numbers`: as of number_ops, for each place.
+
+    `member`: the collective, where `s` is a bucket; else `s`.
+    """
     forms = s.halves or (s,)
     transports = [h.transport for h in s.halves] if s.halves else ["c10d" if s.window.collective.hosts > 1 else ""]
     window = None
@@ -39,7 +50,10 @@ def describe_window(s: SplitCandidate, places: Places, numbers: Sequence[tuple[l
             window,
         )  # fmt: skip
     assert window is not None
-    return window
+    if not s.bucket:
+        return window
+    transfer, exposed = (round(us * share_of(member, s), 2) for us in (window.transfer_us, window.exposed_us))
+    return replace(window, landing_bytes=member.landing_bytes, transfer_us=transfer, exposed_us=exposed)
 
 
 def explain_loss(s: SplitCandidate, best_us: float | None) -> Miss | None:
@@ -54,11 +68,12 @@ def explain_loss(s: SplitCandidate, best_us: float | None) -> Miss | None:
     return Miss(Reason.NO_GAIN, _with_assumption(text, s))
 
 
-def choice_of(s: SplitCandidate, places: Places) -> StrategyChoice:
-    """Return the predictions of a placed collective: plain, and the time that it takes from the graph."""
-    saved, exposed = saved_us(places), sum(p.exposed_us for p in places)
-    us, transfer = s.times.plain_us - saved, sum(form.times.transfer_us for form in s.halves or (s,))
-    plain = Prediction(s.times.plain_us, 0.0, s.times.plain_us)
+def choice_of(s: SplitCandidate, places: Places, member: SplitCandidate) -> StrategyChoice:
+    """Return the predictions of a placed collective: plain, and the time that it takes from the graph. `member`: as above."""
+    share, plain_us = share_of(member, s), member.times.plain_us
+    saved, exposed = saved_us(places) * share, sum(p.exposed_us for p in places) * share
+    us, transfer = plain_us - saved, sum(form.times.transfer_us for form in s.halves or (s,)) * share
+    plain = Prediction(plain_us, 0.0, plain_us)
     own = Prediction(us, 0.0, transfer)
     text = f"predicted us: none {plain.us:.0f}, {s.strategy} {us:.0f}, of which {exposed:.0f} waiting"
     predictions = {str(NONE): plain, str(s.strategy): own}
@@ -70,10 +85,15 @@ def _with_assumption(text: str, s: SplitCandidate) -> str:
 
 
 def number_ops(
-    candidates: Sequence[Candidate], assignments: Sequence[Assignment], order: FusionOrder, placed: Mapping[int, Places]
+    candidates: Sequence[Candidate],
+    assignments: Sequence[Assignment],
+    order: FusionOrder,
+    placed: Mapping[int, Places],
+    joined: Collection[int],
 ) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
     """Return for each placed collective, or half of one, two lists: the numbers of its ops among those whose order ranks share,
     and the numbers of all its ops among everything that communicates. Keys: the number of the candidate, and of the half.
+    `joined`: candidates that are sent in the bucket of another one.
 
     Ranks share the order of starts, of whole collectives, and of finishes that wait for finishes of other ranks. Where a rank
     has its other finishes is its own business, and so is how many other nodes lie in between.
@@ -84,7 +104,7 @@ def number_ops(
             events += [((p.start, 0, p.start_number), (i, part)), ((p.finish, 0, p.finish_number), (i, part))]
             if p.release is not None:
                 events.append(((p.release, 0, p.release_number), (i, part)))
-        if i not in placed:
+        if i not in placed and i not in joined:
             site = assignment.site
             node = candidate.collective.node
             events.append(((order.span(node)[0] if site else order.position[node], 1, i), (i, 0)))

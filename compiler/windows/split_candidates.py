@@ -5,6 +5,8 @@ A user may request it for any collective. With split="auto" these are weighed, a
     gathers of parameters, and reductions for the graph's output    as data parallelism has them
     collectives of activations that no matmul takes as shards       unless other ranks may read another part of the result
     all_to_alls                                                     unless other ranks may trace other sizes
+
+Of the first kind, those below the threshold are weighed together (buckets.py).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from .hierarchy import HalfCandidate, find_halves
 from .landing_result import find_readers
 from .ring_slots import is_in_ring
 
+_BUCKETED = (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE)
 ASSUMED_ROWS = 4096
 """The value of a size of a requested collective that nothing is known of."""
 
@@ -58,6 +61,10 @@ class SplitCandidate:
     """The times of that gather without the copy."""
     halves: tuple[HalfCandidate, HalfCandidate] | None = None
     """The hierarchical form, where it may have one."""
+    is_small: bool = field(default=False, kw_only=True)
+    """Below the threshold of the options: it is sent in a bucket, or left alone."""
+    bucket: tuple[SplitCandidate, ...] = ()
+    """Of a bucket: all collectives in it, of which this stands for the first."""
 
     @property
     def best_times(self) -> SplitTimes:
@@ -88,7 +95,10 @@ def find_splits(
         device = c.node.meta["val"].device.type
         if not requested and not (costs.policy.may_split and costs.policy.is_weighed(device)):
             continue
-        priced = _price(c, costs, requested)
+        small = too_small(Split(c), costs.policy, requested, costs.hints)
+        may_share = all(a.strategy.is_fused for a in alternatives.ranked) and _fits_bucket(c)
+        # Across hosts the latency of a small collective is worth hiding too.
+        priced = _price(c, costs, requested, small if c.hosts == 1 and not may_share else None)
         if isinstance(priced, Miss):
             if c.op is Op.ALL_TO_ALL:
                 alternatives.miss = priced
@@ -96,17 +106,27 @@ def find_splits(
         finder = finder or WindowFinder(graph)
         window = finder.find(c)
         is_inner = not window.is_at_the_edge(parameters)
+        if is_inner and small and c.hosts == 1:
+            continue
         if requested or not is_inner or candidate.match is None:
             by_order = is_in_ring(window, parameters)
-            splits[i] = replace(_split_candidate(i, window, priced, requested, costs, widening, by_order), is_inner=is_inner)
+            split = _split_candidate(i, window, priced, requested, costs, widening, by_order)
+            splits[i] = replace(split, is_inner=is_inner, is_small=bool(small) and may_share and not is_inner)
     return splits
 
 
-def _price(c: Collective, costs: SiteCosts, requested: Strategy | None) -> SiteShape | Miss:
-    """Return the sizes of a collective for the cost model, or why it is not split."""
+def _fits_bucket(c: Collective) -> bool:
+    """Return whether a collective may be sent together with others: its sizes are known, and its type has sums."""
+    if c.op not in _BUCKETED or c.narrow_dtype.itemsize == 1 or c.reduce_op not in ("", "sum", "avg"):
+        return False
+    return all(isinstance(size, int) and size > 0 for size in (*shape_of(c.input), *shape_of(c.node)))
+
+
+def _price(c: Collective, costs: SiteCosts, requested: Strategy | None, small: Miss | None) -> SiteShape | Miss:
+    """Return the sizes of a collective for the cost model, or why it is not split. `small`: that it is below the threshold."""
     if c.op is Op.ALL_TO_ALL and not requested and (miss := why_not_split(c)):
         return miss
-    if c.hosts == 1 and (small := too_small(Split(c), costs.policy, requested, costs.hints)):  # across hosts latency counts
+    if small is not None:
         return small
     shape = shape_of_site(Split(c), costs.hints)
     if shape is None and requested:

@@ -111,33 +111,61 @@ class Blocks(nn.Module):
         return x
 
 
+class ShardedParameter(nn.Module):
+    """This rank's share of the rows of a parameter. It gathers the others where the parameter is used (ZeRO-3)."""
+
+    def __init__(self, whole: Any, ranks: int, group: Any) -> None:
+        super().__init__()
+        self.shard = nn.Parameter(_local(whole).detach().chunk(ranks)[0].clone())
+        self._group = group
+        self._mesh, self._placements = (whole.device_mesh, whole.placements) if isinstance(whole, DTensor) else (None, ())
+
+    def forward(self) -> Any:
+        whole: Any = gather_weight(self.shard, 0, self._group)
+        return whole if self._mesh is None else DTensor.from_local(whole, self._mesh, self._placements, run_check=False)
+
+
 class ShardedLinear(nn.Linear):
-    """A linear that stores its share of the rows of this rank's weight, and gathers the others where it is used (ZeRO-3)."""
-
-    shard: nn.Parameter
-    data_group: Any
-    tensor_mesh: DeviceMesh | None
-    placements: tuple[Any, ...]
-
     def forward(self, input: Tensor) -> Tensor:
-        weight: Any = gather_weight(self.shard, 0, self.data_group)
-        if self.tensor_mesh is not None:
-            weight = DTensor.from_local(weight, self.tensor_mesh, self.placements, run_check=False)
-        return F.linear(input, weight, self.bias)
+        return F.linear(input, *_parameters(self))
 
 
-def shard_weights(module: nn.Module, ranks: int, group: Any) -> None:
-    """Shard the weights of all linears over `ranks`. Norms, biases and routers keep whole parameters."""
-    for linear in [m for name, m in module.named_modules() if isinstance(m, nn.Linear) and not name.endswith("router")]:
-        weight: Any = linear.weight
-        is_parallel = isinstance(weight, DTensor)
-        local = weight.to_local() if is_parallel else weight
-        linear.__class__ = ShardedLinear
-        assert isinstance(linear, ShardedLinear)
-        linear.shard = nn.Parameter(local.detach().chunk(ranks)[0].clone())
-        linear.data_group = group
-        linear.tensor_mesh, linear.placements = (weight.device_mesh, weight.placements) if is_parallel else (None, ())
-        del linear.weight
+class ShardedRMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, *_parameters(self)[:1], eps=self.eps)
+
+
+class ShardedLayerNorm(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(input, self.normalized_shape, *_parameters(self), self.eps)
+
+
+_SHARDED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: ShardedLinear, nn.RMSNorm: ShardedRMSNorm, nn.LayerNorm: ShardedLayerNorm,
+}  # fmt: skip
+
+
+def _parameters(module: nn.Module) -> tuple[Any, Any]:
+    """Return the whole weight and bias of a sharded module; None for a bias that it does not have."""
+    sharded = (getattr(module, f"sharded_{own}", None) for own in ("weight", "bias"))
+    weight, bias = (own() if own is not None else None for own in sharded)
+    return weight, bias if bias is not None else getattr(module, "bias", None)
+
+
+def shard_parameters(module: nn.Module, ranks: int, group: Any) -> None:
+    """Shard the weights and biases of all linears and norms over `ranks`. Routers, and biases of fewer elements, stay whole."""
+    for name, child in list(module.named_modules()):
+        if type(child) in _SHARDED and not name.endswith("router"):
+            for own in ("weight", "bias"):
+                whole = getattr(child, own, None)
+                if whole is not None and (own == "weight" or _local(whole).shape[0] % ranks == 0):
+                    setattr(child, f"sharded_{own}", ShardedParameter(whole, ranks, group))
+                    delattr(child, own)
+            child.__class__ = _SHARDED[type(child)]
+
+
+def _local(parameter: Any) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def parallel_blocks(s: PlannedBlock, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None) -> nn.Module:
@@ -161,7 +189,7 @@ def parallel_blocks(s: PlannedBlock, mesh: DeviceMesh, expert_mesh: DeviceMesh |
     if s.dp > 1:
         with compat.unset_fake_temporarily():  # a mesh computes with its ranks
             sharding = mesh["dp", "cp"]._flatten("dp_cp") if s.cp > 1 else mesh["dp"]
-        shard_weights(blocks, s.weight_ranks, sharding.get_group())
+        shard_parameters(blocks, s.weight_ranks, sharding.get_group())
     return blocks
 
 

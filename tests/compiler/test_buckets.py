@@ -1,0 +1,298 @@
+"""Buckets: small gathers of parameters and reductions of gradients as one split collective, and look-alikes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Node
+
+from tests.compiler.dags import Dag, aten, c10d, inputs_of, module_of
+from tests.compiler.rank_compile import world_name
+from tests.harness.ranks import RankPool
+from tests.models.compare import uncached
+from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.options import Options
+from ub_overlap.compiler.plan.decision import Decision
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.reasons import Reason
+from ub_overlap.compiler.reports.history import HISTORY
+from ub_overlap.compiler.rewrite.part_strides import Outputs
+from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
+from ub_overlap.compiler.select.decide import decide
+from ub_overlap.compiler.windows.buckets import MOST_BYTES
+from ub_overlap.runtime import ops
+
+AUTO = Options(profile="h200")
+COLLECTIVES = torch.ops.ub_overlap
+prims = torch.ops.prims
+
+
+def norms(count: int = 6, rows: int = 2048, dtypes: tuple[torch.dtype, ...] = ()) -> Dag:
+    """Return `count` products with whole weights, each behind a norm whose weight is gathered.
+
+    `rows`: of a norm's shard. `dtypes`: to which the shards are cast before.
+    """
+    d = Dag(2)
+    x = d.input("x", 8192, 2 * rows)
+    shards = [d.input(f"primals_{i + 1}", rows) for i in range(count)]
+    weights = [d.input(f"w{i}", 2 * rows, 2 * rows) for i in range(count)]
+    for i, (shard, w) in enumerate(zip(shards, weights, strict=True)):
+        sent = d.call(prims.convert_element_type.default, shard, dtypes[i]) if dtypes else shard
+        gathered = d.gather(sent)
+        if dtypes:
+            gathered = d.call(prims.convert_element_type.default, gathered, torch.bfloat16)
+        x = d.mm(d.call(aten.mul.Tensor, x, gathered), w)
+    d.output(x)
+    return d
+
+
+def gradients(count: int = 6, columns: int = 4096) -> Dag:
+    """Return a backward in which each of `count` products is followed by the gradient of a norm's weight."""
+    d = Dag(2)
+    x, w = d.input("x", 8192, columns), d.input("w", columns, columns)
+    reduced = []
+    for _ in range(count):
+        reduced.append(d.scatter(d.call(aten.sum.dim_IntList, x, [0])))
+        x = d.mm(x, w)
+    d.output(x, *reduced)
+    return d
+
+
+def plan(d: Dag, options: Options = AUTO, phase: str = "forward") -> Plan:
+    return decide(d.graph, options, phase, lambda *_: None).plan
+
+
+def buckets(decisions: tuple[Decision, ...]) -> list[str]:
+    """Return for each collective the site that sends it together with others, or "-"."""
+    return [(d.window and d.window.bucket) or "-" for d in decisions]
+
+
+def test_gathers_of_norms_are_one_collective() -> None:
+    """All but the first, which nothing hides. They share a slot, an order and a start; each has its share of the times."""
+    found = plan(norms())
+    assert buckets(found.decisions) == ["-", *["forward.1"] * 5]
+    assert found.decisions[0].reason is Reason.NON_LINEAR
+    windows = [d.window for d in found.decisions[1:] if d.window is not None]
+    assert len({(w.slot, w.order, w.starts, w.finishes) for w in windows}) == 1
+    assert all("in the bucket of forward.1" in d.detail for d in found.decisions[1:])
+    predicted = [dict(d.predicted) for d in found.decisions[1:]]
+    assert all(p["split"] < p["none"] for p in predicted)
+    again = Plan.from_json(found.to_json())
+    assert again.digest == found.digest and again.decisions == found.decisions
+
+
+def test_ranks_compare_buckets() -> None:
+    found = plan(norms())
+    alone = replace(found.decisions[3], window=replace(found.decisions[3].window, bucket=None))  # type: ignore[type-var]
+    assert replace(found, decisions=(*found.decisions[:3], alone)).digest != found.digest
+
+
+def test_gradients_are_one_reduction() -> None:
+    """It starts where the last gradient is ready that leaves a window, and finishes at the end."""
+    assert buckets(plan(gradients(), phase="backward").decisions) == ["backward.0"] * 6
+
+
+def test_a_gradient_without_a_window_stays_alone() -> None:
+    """Look-alike: it is ready at the end, where nothing hides a collective. It does not delay the others."""
+    d = gradients()
+    (output,) = (n for n in d.graph.nodes if n.op == "output")
+    results: list[Node] = list(output.args[0])  # type: ignore[arg-type]
+    d.graph.erase_node(output)
+    d.output(*results, d.scatter(d.call(aten.sum.dim_IntList, results[0], [0])))
+    assert buckets(plan(d, phase="backward").decisions) == [*["backward.0"] * 6, "-"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(profile="h200", min_bytes=0),
+        Options(profile="h200", split="off"),
+        Options(profile="h200", overlap="force"),
+        Options(profile="h200", split_bytes=0),
+        Options(),
+    ],
+    ids=["min_bytes", "split", "force", "split_bytes", "cpu"],
+)
+def test_options_without_buckets(options: Options) -> None:
+    """Above the threshold collectives are weighed one by one; on the CPU without a profile nothing is weighed."""
+    assert buckets(plan(norms(), options).decisions) == ["-"] * 6
+
+
+def test_types_have_buckets_of_their_own() -> None:
+    wide, narrow = torch.float32, torch.bfloat16
+    found = plan(norms(11, dtypes=(wide, *[wide, narrow] * 5))).decisions
+    assert buckets(found) == ["-", *["forward.1", "forward.2"] * 5]
+
+
+def test_groups_have_buckets_of_their_own() -> None:
+    d = norms(11)
+    gathers = [n for n in d.graph.nodes if n.target is c10d.all_gather_into_tensor.default]
+    for node in gathers[1::2]:
+        node.args = (*node.args[:2], "other")
+    assert buckets(plan(d).decisions) == ["-", *["forward.1", "forward.2"] * 5]
+
+
+def test_a_write_to_a_shard_keeps_it_out() -> None:
+    """A shard that is written later than the others' bucket starts is gathered behind the write."""
+    d = Dag(2)
+    x = d.input("x", 8192, 4096)
+    shards = [d.input(f"primals_{i + 1}", 2048) for i in range(7)]
+    w = d.input("w", 4096, 4096)
+    for i, shard in enumerate(shards):
+        if i == 3:
+            d.call(aten.mul_.Tensor, shard, 0.5)
+        x = d.mm(d.call(aten.mul.Tensor, x, d.gather(shard)), w)
+    d.output(x)
+    assert buckets(plan(d).decisions) == ["-", "forward.1", "forward.1", "-", *["forward.1"] * 3]
+
+
+def test_activations_stay_alone() -> None:
+    """Look-alike: what is gathered is no parameter."""
+    d = Dag(2)
+    x, w = d.input("x", 8192, 4096), d.input("w", 4096, 4096)
+    shards = [d.input(f"saved_{i}", 2048) for i in range(6)]
+    for shard in shards:
+        x = d.mm(d.call(aten.mul.Tensor, x, d.gather(shard)), w)
+    d.output(x)
+    assert buckets(plan(d).decisions) == ["-"] * 6
+
+
+def test_a_bucket_ends_where_its_bytes_are_enough() -> None:
+    """Landing memory is limited, and the collectives behind the limit are in the next one."""
+    count = 24
+    found = plan(norms(count, rows=256 << 10)).decisions
+    names = [name for name in buckets(found) if name != "-"]
+    assert len(names) >= count - 2 and len(set(names)) > 1
+    for name in set(names):
+        windows = [d.window for d in found if d.window is not None and d.window.bucket == name]
+        assert sum(w.landing_bytes for w in windows) <= MOST_BYTES
+
+
+# --- on ranks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_results_on_ranks(pool2: RankPool, collective: str) -> None:
+    """Several shapes in one bucket, with casts in front and behind, give what the plain graph gives."""
+    assert pool2.run(run_graph, collective) == [""] * 2
+
+
+def run_graph(rank: int, world: int, collective: str) -> str:
+    """Return what differs, or ""."""
+    ops.load()
+
+    def make() -> Dag:
+        d = Dag(world, world_name(), torch.float32)
+        x, w = d.input("x", 64, 4096), d.input("w", 4096, 4096)
+        shapes = [(4096,), (64, 2), (2, 3, 8), (8,), (2,), (4, 1), *[(2 * i,) for i in range(1, 13)]]
+        tensors = [d.input(f"primals_{i + 1}", *shape) for i, shape in enumerate(shapes)]
+        results = []
+        for tensor in tensors:
+            narrow = d.call(prims.convert_element_type.default, tensor, torch.bfloat16)
+            x = d.mm(x, w) if len(results) == 1 else x
+            if collective == "all_gather":
+                results.append(d.gather(narrow))
+                continue
+            wide = d.call(aten.mul.Tensor, d.call(prims.convert_element_type.default, narrow, torch.float32), 0.5)
+            if collective == "reduce_scatter":
+                results.append(d.scatter(wide))
+            else:
+                made = d.call(c10d.all_reduce.default, wide, "sum", d.group)
+                results.append(d.call(c10d.wait_tensor.default, made))
+        for _ in range(4):
+            x = d.mm(x, w)
+        results = [d.call(aten.add.Tensor, r, 1.0) if collective == "all_gather" else r for r in results]
+        d.output(x, *results)
+        return d
+
+    d = make()
+    phase = "forward" if collective == "all_gather" else "backward"
+    decided = decide(d.graph, AUTO, phase, lambda *_: None)
+    names = set(buckets(decided.plan.decisions))
+    if names != {f"{phase}.0"}:
+        return f"buckets {buckets(decided.plan.decisions)}: {[x.detail for x in decided.plan.decisions]}"
+    rewrite(d.graph, decided.chosen, Outputs(is_backward=phase == "backward"), False, decided.layout)
+    targets = [n.target for n in d.graph.nodes]
+    ends = [targets.index(op.default) for op in (COLLECTIVES.start_collective, COLLECTIVES.finish_collective)]
+    if [targets.count(targets[end]) for end in ends] != [1, 1] or aten.mm.default not in targets[slice(*ends)]:
+        return f"one start and one finish with a product in between are expected: {targets}"
+    inputs = [t.clamp(-1, 1) * (0.0 if t.shape[0] == 4096 and t.dim() == 2 else 1.0) for t in inputs_of(d.graph, rank)]
+    results, truth = module_of(d.graph)(*inputs), module_of(make().graph)(*inputs)
+    for i, (a, b) in enumerate(zip(results, truth, strict=True)):
+        if a.shape != b.shape or a.stride() != b.stride() or a.dtype != b.dtype or not torch.equal(a, b):
+            return f"result {i}: {a.shape} {a.stride()} {a.dtype}, expected {b.shape} {b.stride()} {b.dtype}"
+    return ""
+
+
+class Block(nn.Module):
+    """A norm and a linear whose weight, bias and norm are this rank's shards. [M, D] -> the same."""
+
+    def __init__(self, width: int, rank: int, world: int) -> None:
+        super().__init__()
+        whole = torch.randn(width, width) / width**0.5, torch.randn(width), torch.rand(width)
+        self.weight, self.bias, self.norm = (nn.Parameter(t.chunk(world)[rank].clone()) for t in whole)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias, norm = (
+            funcol.all_gather_tensor_autograd(p, 0, dist.group.WORLD) for p in (self.weight, self.bias, self.norm)
+        )
+        return x + F.linear(F.rms_norm(x, x.shape[-1:], norm), weight, bias)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"inner": "aot_eager"}, {"memory_budget": 0}, {"inner": "aot_eager", "verify": True, "memory_budget": 0}],
+    ids=["aot_eager", "inductor", "verify"],
+)
+def test_sharded_blocks(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Norms, biases and small weights of a compiled model: two steps with the gradients of eager code."""
+    assert pool2.run(run_blocks, options) == [""] * 2
+
+
+def run_blocks(rank: int, world: int, options: dict[str, Any]) -> str:
+    """Return what differs, or ""."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(Block(256, rank, world) for _ in range(4)))
+    x = torch.randn(4096, 256, generator=torch.Generator().manual_seed(rank))
+
+    def step(call: Any) -> list[Tensor]:
+        model.zero_grad()
+        output = call(x)
+        output.square().mean().backward()
+        return [output.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    truth, mark = step(model), HISTORY.mark()
+    with uncached():
+        compiled = torch.compile(model, backend="ub_overlap", options={"profile": "h200", **options})
+        for _ in range(2):
+            for i, (a, b) in enumerate(zip(step(compiled), truth, strict=True)):
+                if not torch.allclose(a, b, rtol=1e-4, atol=1e-5):
+                    return f"result {i} differs by {(a - b).abs().max()}"
+    plans = HISTORY.since(mark)
+    sizes = [sum(name != "-" for name in buckets(p.decisions)) for p in plans]
+    return "" if len(plans) == 2 and min(sizes) > 3 else f"{len(plans)} plans, collectives in buckets: {sizes}"
+
+
+def test_a_dynamic_size_stays_alone() -> None:
+    """Look-alike: the number of a parameter's rows is a symbol."""
+    env = compat.__getattr__("ShapeEnv")()
+    d = Dag(2)
+    d.mode = compat.FakeTensorMode(shape_env=env)
+    size = env.create_unbacked_symint()
+    x, w = d.input("x", 8192, 4096), d.input("w", 4096, 4096)
+    outputs = []
+    for i in range(4):
+        shard = d.graph.placeholder(f"primals_{i + 1}")
+        with d.mode:
+            shard.meta["val"] = torch.empty(size, dtype=d.dtype)
+        outputs.append(d.gather(shard))
+        x = d.mm(x, w)
+    d.output(x, *outputs)
+    assert buckets(plan(d).decisions) == ["-"] * 4
