@@ -112,7 +112,8 @@ class Options:
     )
     min_bytes: int = typed_field(
         DEFAULT_MIN_BYTES,
-        '"auto" overlaps collectives in which a rank sends at least this many bytes',
+        '"auto" overlaps collectives in which a rank sends at least this many bytes. Smaller gathers of parameters and '
+        "reductions of gradients are sent together",
         integer_from(0),
         f"`{DEFAULT_MIN_BYTES}`, bytes",
     )

@@ -43,9 +43,9 @@ def test_data_parallel_on_cpu_ranks(
         assert variant["step"] > 0 and variant["forward"] > 0, name
         assert variant["why"] == {"step_g": "needs CUDA"}
     assert 0 <= variants["fsdp2_ours"]["error"] < 1e-3
-    assert variants["split"]["sites"] == "28 split" and variants["off"]["sites"] == "28 none"
+    assert variants["split"]["sites"] == "36 split" and variants["off"]["sites"] == "36 none"
     assert 0 <= variants["split"]["error"] < 1e-3
-    assert "tiny, 2 layers, 32 tokens" in printed(path, capsys, monkeypatch) and "28 split" in out
+    assert "tiny, 2 layers, 32 tokens" in printed(path, capsys, monkeypatch) and "36 split" in out
 
 
 def test_hidden_is_a_share_of_what_fsdp2_adds() -> None:

@@ -247,17 +247,22 @@ def test_auto_takes_parameters_only(hosts2: RankPool) -> None:
 
 
 def test_small_collectives_are_split_too(hosts2: RankPool, pool2: RankPool) -> None:
-    """Their latency is worth hiding. Look-alike: within a host they are below the threshold."""
+    """Their latency is worth hiding, alone or in buckets. Look-alike: within a host they are below the threshold alone."""
     for found in hosts2.run(small):
-        assert found["split"] > 0 and found["below_threshold"] == 0, found
+        assert found["split"] > 0 and found["bucket"] > 0 and found["below_threshold"] == 0, found
     for found in pool2.run(small):
         assert found["split"] == 0 and found["below_threshold"] > 0, found
 
 
 def small(rank: int, world: int) -> Counter[str]:
+    """Return the number of collectives by strategy, or by the reason of those that are left alone."""
     case = build(rank, world, ZERO3, {"layers": 3, "width": 512, "mixed": True})
     plans = plans_of(case.module, case.inputs, {"profile": "h200", "inner": "aot_eager"})
-    return Counter(d.reason.value if d.reason else d.strategy.mode.value for plan in plans for d in plan.decisions)
+    return Counter(
+        "bucket" if d.window and d.window.bucket else d.reason.value if d.reason else d.strategy.mode.value
+        for plan in plans
+        for d in plan.decisions
+    )
 
 
 def test_both_kinds_of_groups_in_one_graph(hosts4: RankPool) -> None:

@@ -44,11 +44,13 @@ def test_forms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_with_tensor_and_data_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights are sharded over the ranks of both; the exchange is a group of its own."""
+    """Weights are sharded over the ranks of both; the exchange is a group of its own. Norms' gradients are summed over TP."""
     step = plan(capsys, "--tp", "2", "--cp", "2", "--dp", "2", "--cp-form", "gathered")
     assert step["block"]["cp_form"] == "gathered"
     ranks = sorted({(s["ranks"], s["kind"].removesuffix("_matmul").removeprefix("matmul_")) for s in step["sites"]})
-    assert ranks == [(n, kind) for n in (2, 4) for kind in ("all_gather", "reduce_scatter")]
+    assert ranks == [
+        (n, k) for n in (2, 4) for k in ("all_gather", "all_reduce", "reduce_scatter") if (n, k) != (4, "all_reduce")
+    ]
     (form,) = step["context_parallel"]["forms"]
     assert form["bytes_sent"] == 4 * 2 * (SEQ // 2) * KV_HEADS // 2 * WIDTH
 

@@ -123,7 +123,7 @@ def test_data_parallelism_over_hosts(capsys: pytest.CaptureFixture[str]) -> None
         steps[dp] = json.loads(capsys.readouterr().out)
     for dp, hosts in ((8, 1), (512, 64)):
         sites = steps[dp]["sites"]
-        assert len(sites) == 14 and {(s["ranks"], s["work"]["hosts"]) for s in sites} == {(dp, hosts)}
+        assert len(sites) == 18 and {(s["ranks"], s["work"]["hosts"]) for s in sites} == {(dp, hosts)}
     assert {s["strategy"] for s in steps[512]["sites"]} <= {"split", "none"}
     assert any(s["strategy"] == "split" and s["window"]["transport"] == "c10d" for s in steps[512]["sites"])
     assert steps[512]["totals"]["communication_us"] > 2 * steps[8]["totals"]["communication_us"]
@@ -144,7 +144,7 @@ def test_hierarchical_collectives_of_many_hosts(capsys: pytest.CaptureFixture[st
                 halves = (window["first_half"]["transport"], window["transport"])
                 assert halves == (("c10d", "") if site["kind"] == "all_gather" else ("", "c10d"))
                 assert site["predicted_us"]["split"] < site["predicted_us"]["none"]
-    assert kinds[512, 8]["all_gather"] >= 3 and kinds[512, 8]["reduce_scatter"] == 6
+    assert kinds[512, 8]["all_gather"] >= 3 and kinds[512, 8]["reduce_scatter"] >= 6
     assert kinds[64, 8]["all_gather"] <= 1 and kinds[64, 8]["reduce_scatter"] >= 5
     assert kinds[64, 1] == {"all_gather": 0, "reduce_scatter": 0}, "nothing is within a host"
 
@@ -235,7 +235,7 @@ def test_a_saved_plan_of_two_hosts(pool2: RankPool, tmp_path: Path) -> None:
     forced.write_text('[{"kind": "*", "strategy": "split"}]')
     assert main(["plan", *flags(sizes), "--profile", "cpu", "--save", path, "--overrides", str(forced)]) == 0
     planned = [(s["id"], s["kind"], s["strategy"], s["module"]) for s in json.loads(Path(path).read_text())["sites"]]
-    assert len(planned) == 14 and {s for _, _, s, _ in planned} == {"split"}
+    assert len(planned) == 18 and {s for _, _, s, _ in planned} == {"split"}
     for compiled_sites in pool2.run(compiled, sizes, path, "aot_eager"):
         assert compiled_sites == planned
 
