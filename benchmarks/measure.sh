@@ -5,9 +5,9 @@
 #     benchmarks/measure.sh OUT [PART...]     parts: memory ops blocks mlp dp dp_hosts pp cp ep decode decode_layers
 #                                             and with two GPUs ops4 ops8 blocks4 blocks8
 #
-# Default: 10 minutes with two GPUs, without dp_hosts (data parallelism over NCCL, as across hosts), cp and ep (context and
-# expert parallelism) and decode_layers. JSON files, and the output of all parts in log.txt, are in OUT. Tables are printed last.
-# Every part has a time limit.
+# Default: all but dp_hosts (data parallelism over NCCL, as across hosts), cp and ep (context and expert parallelism) and
+# decode_layers. Every part has a time limit; those of the default parts add up to 24 minutes with two GPUs, else to 16.
+# JSON files, and the output of all parts in log.txt, are in OUT. Tables are printed last.
 set -u
 shopt -s nullglob
 cd "$(dirname "$0")/.."

@@ -12,7 +12,7 @@ class Kind(str, Enum):
     MATMUL_REDUCE_SCATTER = "matmul_reduce_scatter"
     MATMUL_ALL_REDUCE = "matmul_all_reduce"
     ALL_GATHER = "all_gather"
-    """An all_gather that feeds no matmul: only bulk overlap can hide it."""
+    """An all_gather that feeds no matmul: only bulk overlap or a split form can hide it."""
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
     ALL_TO_ALL = "all_to_all"
