@@ -213,7 +213,7 @@ class RewritePass(_Pass):
         rewrite(graph, decided.chosen, outputs, self.options.verify, decided.layout)
         is_fused = any(isinstance(site.site, Fused) for site in decided.chosen)
         if self.options.pack != "off" and is_fused and decided.layout is None:  # else matmuls have places in windows
-            groups = pack_siblings(graph, neighbors, outputs)
+            groups = pack_siblings(graph, neighbors, outputs, decided.plan.digest)
             log.info("%d groups of matmuls of few tokens are one matmul each", groups)
         if decided.plan.casts:
             pin_operand_layouts(graph)

@@ -58,7 +58,9 @@ def _margin_us(profile: Profile, shape: SiteShape, us: float) -> float:
 def _reason(predictions: dict[str, Prediction], best: Strategy, shape: SiteShape, profile: Profile) -> str:
     times = ", ".join(f"{s} {p.us:.1f}" for s, p in predictions.items())
     measured = measured_ranks(profile, shape)
-    assumed = "" if measured == shape.ranks else f"; assumed for {shape.ranks} ranks from measurements of {measured}"
+    measure = f"torchrun --nproc-per-node {shape.ranks} -m ub_overlap calibrate"
+    assumed = f"; assumed for {shape.ranks} ranks from measurements of {measured}, to measure: {measure}"
+    assumed = "" if measured == shape.ranks else assumed
     saved = predictions[str(NONE)].us - predictions[str(best)].us
     text = f"{best} saves {saved:.1f}" if best != NONE else "no kernel saves enough"
     return f"predicted us by profile {profile}: {times}; {text}{assumed}"

@@ -2,16 +2,22 @@
 
 Group sizes that were not measured are assumed from the nearest measured one. One kernel takes the time of that group for as
 many sent bytes of a rank. The plain form takes its time for the same tensor, and what the plain collectives of both group
-sizes are measured to differ by.
+sizes differ by.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
 
 from ..plan.strategy import FUSED, NONE, Mode, Strategy
 from .curve import Curve, at
 from .fused_curves import WITH_NORM
 from .profile import Profile
 from .site_shape import SiteShape
+
+FEW_BYTES = 1 << 20
+"""A tensor of few tokens. Of larger ones the links' bandwidth decides, so their differences say nothing about small ones."""
 
 
 def strategies_of(collective: str) -> tuple[Strategy, ...]:
@@ -60,12 +66,31 @@ def _sent(strategy: Strategy, collective: str, ranks: int) -> float:
 
 
 def _slower_plain_us(profile: Profile, collective: str, measured: int, ranks: int, size: float) -> float:
-    """Return what the plain collective of `ranks` takes longer than that of `measured` ranks; 0 outside of their curves."""
-    us = []
-    for count in (ranks, measured):
-        curve = profile.collectives.get(collective, {}).get(count)
-        sent = size * (count - 1) / count * (2 if collective == "all_reduce" else 1)
-        if curve is None or not curve[0][0] <= sent <= curve[-1][0]:
-            return 0.0
-        us.append(at(curve, sent))
-    return max(0.0, us[0] - us[1])
+    """Return what the plain collective of `ranks` is taken to be slower than that of `measured` ranks.
+
+    A group takes at least as long as a smaller one. So the largest group counts that was measured at `size`. Below all
+    measured sizes the difference at the smallest one stays, where that is a size of few tokens; else nothing is known, and 0.
+    """
+    curves = profile.collectives.get(collective, {})
+    groups = sorted((count for count in curves if measured < count <= ranks and measured in curves), reverse=True)
+    ranges = {count: _common_sizes(curves, collective, count, measured) for count in groups}
+
+    def difference(count: int, size: float) -> float:
+        us, base_us = (at(curves[c], size * _sent_by_plain(collective, c)) for c in (count, measured))
+        return max(0.0, us - base_us)
+
+    for count, (least, most) in ranges.items():
+        if least <= size <= most:
+            return difference(count, size)
+    least, count = min(((least, count) for count, (least, _) in ranges.items()), default=(math.inf, 0))
+    return difference(count, least) if size < least <= FEW_BYTES else 0.0
+
+
+def _common_sizes(curves: Mapping[int, Curve], collective: str, *counts: int) -> tuple[float, float]:
+    """Return the smallest and the largest tensor that plain collectives of all these group sizes were measured for."""
+    ends = [[curves[c][i][0] / _sent_by_plain(collective, c) for c in counts] for i in (0, -1)]
+    return max(ends[0]), min(ends[1])
+
+
+def _sent_by_plain(collective: str, ranks: int) -> float:
+    return (ranks - 1) / ranks * (2 if collective == "all_reduce" else 1)

@@ -49,6 +49,11 @@ class Emitter:
             self._meta |= {k: origin.meta[k] for k in ("recompute", "ac_graph_id") if k in origin.meta}
         self._mode = compat.fake_mode_of(origin.meta["val"])
 
+    @property
+    def site(self) -> str:
+        """The name that nodes are marked with; empty without one."""
+        return self._meta.get(SITE, "")
+
     def marked(self, site: str) -> Emitter:
         """Return an emitter of nodes that are marked with another site."""
         other = copy.copy(self)

@@ -37,10 +37,11 @@ class PackedOperands:
     _copies: dict[Operand, tuple[Node, int, int, int]] = field(default_factory=dict)
     """Where a joined matrix holds a copy of a matrix: the joined one, the dim, begin and end."""
 
-    def emit(self, e: Emitter, operands: Sequence[Operand], dim: int, is_copied: bool = True) -> Node:
+    def emit(self, e: Emitter, operands: Sequence[Operand], dim: int, is_copied: bool = True, site: str = "") -> Node:
         """Emit the matrix of `operands` side by side along `dim`; a single one as it is.
 
-        `is_copied`: False for weights that lie next to each other in memory.
+        `is_copied`: False for weights that lie next to each other in memory. `site`: the name by which copies of these are
+        logged once they have moved; empty: that of `e`.
         """
         if len(operands) == 1:
             return self.emit_one(e, operands[0])
@@ -50,7 +51,7 @@ class PackedOperands:
             sources, dim = [source.t for source in sources], 1 - dim
         key = (*((s.node, s.shape, s.is_transposed) for s in sources), dim)
         if key not in self._joined:
-            joined = self._joined[key] = _join(e, [e.operand(s) for s in sources], dim, is_copied)
+            joined = self._joined[key] = _join(e, [e.operand(s) for s in sources], dim, None if is_copied else site or e.site)
             if is_copied:
                 self._note_copies(sources, joined, dim)
         return e.transpose(self._joined[key]) if is_transposed else self._joined[key]
@@ -105,12 +106,12 @@ def _is_column_major(operand: Operand) -> bool:
     return is_stored_by_columns != operand.is_transposed
 
 
-def _join(e: Emitter, matrices: Sequence[Node], dim: int, is_copied: bool) -> Node:
-    """Emit one contiguous matrix."""
+def _join(e: Emitter, matrices: Sequence[Node], dim: int, site: str | None) -> Node:
+    """Emit one contiguous matrix. `site`: of weights that lie next to each other; None for others."""
     shapes = [shape_of(matrix) for matrix in matrices]
     total: Size = sum(shape[dim] for shape in shapes)
     shape = (total, shapes[0][1]) if dim == 0 else (shapes[0][0], total)
     value: torch.Tensor | None = e.empty(shape, matrices[0].meta["val"].dtype, matrices[0])
-    if not is_copied:
-        return e.call(torch.ops.ub_overlap.packed_weight.default, list(matrices), value_is=value)
+    if site is not None:
+        return e.call(torch.ops.ub_overlap.packed_weight.default, list(matrices), site, value_is=value)
     return e.call(aten.cat.default, list(matrices), dim, value_is=value)

@@ -115,6 +115,14 @@ void throw_as_python() {
     std::rethrow_exception(current);
 }
 
+void warn(const std::string& text) {
+    const WithGil gil;
+    auto* hook = static_cast<PyObject*>(python_hooks().warn.get());
+    PyObject* none = hook ? PyObject_CallFunction(hook, "s", text.c_str()) : nullptr;
+    if (!none) PyErr_Clear();  // the op goes on
+    Py_XDECREF(none);
+}
+
 WithGil::WithGil() : state(static_cast<int>(PyGILState_Ensure())) {}
 WithGil::~WithGil() {
     PyGILState_Release(static_cast<PyGILState_STATE>(state));

@@ -371,15 +371,17 @@ PYBIND11_MODULE(_C, m) {
 
     m.def(
         "install",
-        [](py::object provide, py::object bind, py::object fallback, py::object make_error, py::object on_error) {
+        [](py::object provide, py::object bind, py::object fallback, py::object make_error, py::object on_error,
+           py::object warn) {
             set_provider(std::move(provide));
             set_bind(std::move(bind));
             python_hooks().fallback = hold(std::move(fallback));
             python_hooks().make_error = hold(std::move(make_error));
             python_hooks().on_error = hold(std::move(on_error));
+            python_hooks().warn = hold(std::move(warn));
             settings().check_signals.store(&check_signals);
         },
-        py::arg("provide"), py::arg("bind"), py::arg("fallback"), py::arg("make_error"), py::arg("on_error"));
+        py::arg("provide"), py::arg("bind"), py::arg("fallback"), py::arg("make_error"), py::arg("on_error"), py::arg("warn"));
     m.def("set_provider", &set_provider, py::arg("provide"), "Replaces the schedule provider and forgets its schedules.");
     m.def("set_step_timeout", [](double seconds) { settings().step_timeout_ns.store(static_cast<int64_t>(seconds * 1e9)); });
     m.def(

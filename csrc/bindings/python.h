@@ -21,12 +21,12 @@ struct PythonRaised : std::exception {
 };
 
 // The callables that Python installs. make_error: (class name, fields) -> exception. on_error: (exception), before it is
-// raised. fallback: (op name, *arguments of the op) -> results.
+// raised. fallback: (op name, *arguments of the op) -> results. warn: (text), logs a warning.
 struct PythonHooks {
     std::function<std::shared_ptr<Session>(const std::string& group, const std::string& device, const Call& call)> bind;
     // Makes the channels of a group, sized for a message of `bytes` bytes. Null where the group has no transport.
     std::function<std::shared_ptr<PointToPoint>(const std::string& group, const std::string& device, int64_t bytes)> connect;
-    std::shared_ptr<void> make_error, fallback, on_error;
+    std::shared_ptr<void> make_error, fallback, on_error, warn;
 };
 PythonHooks& python_hooks();
 
@@ -36,6 +36,9 @@ bool set_python_error(const std::exception_ptr& error);
 // Throws the exception being handled again, one of ours as the Python exception it stands for, in the form that torch passes on
 // unchanged from eager calls as well as from autograd's threads.
 [[noreturn]] void throw_as_python();
+
+// Logs a warning. Takes the GIL.
+void warn(const std::string& text);
 
 struct WithGil {
     WithGil();

@@ -244,7 +244,9 @@ CudaArena::CallName CudaArena::waiting_call(const LocalState& local) const {
         const auto entry = names_.find(tag_of(local.word[slot]));
         return entry == names_.end() ? last_ : entry->second;
     };
-    if (local.fused[0] & fused_lock) return name_in(fused_slot);  // its waits are the only ones then
+    const bool runs_fused =
+        std::any_of(std::begin(local.fused), std::end(local.fused), [](uint64_t block) { return (block & fused_lock) != 0; });
+    if (runs_fused) return name_in(fused_slot);  // its waits are the only ones then
     const CallName running = name_in(static_cast<int>(static_cast<uint32_t>(local.epoch_and_lock) % slots));
     if (local.epoch_and_lock & group_lock) return running;
     CallName open;

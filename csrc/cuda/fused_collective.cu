@@ -52,7 +52,7 @@ bool can_share_rows(const Call& call, int cluster) {
            grid.row_vectors % cluster == 0 && grid.row_vectors / cluster >= least_segment;
 }
 
-// How a call is launched. Equal on all ranks: their GPUs are alike.
+// How a call is launched. Equal on ranks whose GPUs are alike; form_of tells the peers.
 struct FusedLaunch {
     int cluster = most_in_cluster;
     FusedGrid grid;
@@ -64,8 +64,9 @@ struct FusedLaunch {
             if (cluster > 1 && !can_share_rows(call, cluster)) continue;
             grid = divide(call.grid, cluster);
             kernel = kernel_of(exchange_of(call), call.type, grid.per_thread, epilogue_kind(call));
-            // Blocks wait for their like at the peers, so all of them must run at once.
-            if (cluster == 1 || resident_clusters(kernel, grid.threads, cluster) * cluster >= grid.blocks) break;
+            // Blocks wait for their like at the peers, so all of them must run at once. Asked for the most threads, as
+            // preloaded: the answer depends on the kernel and the device alone, and no capture waits for it.
+            if (cluster == 1 || resident_clusters(kernel, fused_threads, cluster) * cluster >= grid.blocks) break;
         }
         in_packets = uses_packets(call, grid);
     }
@@ -87,11 +88,21 @@ void preload_fused_collectives() {
         for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
             for (const int per_thread : {1, 2, fused_vectors}) {
                 for (const EpilogueKind kind : {EpilogueKind::plain, EpilogueKind::full}) {
-                    resident_blocks(kernel_of(exchange, type, per_thread, kind), fused_threads);  // loads it
+                    const void* kernel = kernel_of(exchange, type, per_thread, kind);
+                    resident_blocks(kernel, fused_threads);  // loads it
+                    if (exchange == Exchange::gather) continue;
+                    for (int cluster = 2; cluster <= most_in_cluster; cluster *= 2) {
+                        resident_clusters(kernel, fused_threads, cluster);
+                    }
                 }
             }
         }
     }
+}
+
+FusedForm form_of(const Call& call) {
+    const FusedLaunch launch(call);
+    return {launch.cluster, launch.in_packets};
 }
 
 int64_t bytes_of_source(const Call& call) {

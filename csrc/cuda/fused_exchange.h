@@ -13,6 +13,12 @@
 namespace ub_overlap::cuda {
 namespace {
 
+// Not 0: a thread of the block has given up packets of this call, and the others wait for theirs no longer.
+__device__ inline volatile uint32_t& given_up() {
+    __shared__ uint32_t flag;
+    return *const_cast<volatile uint32_t*>(&flag);
+}
+
 // Takes the block's lock and counts its epoch. Returns the call's word, 0 where the group has failed. Run by one thread.
 __device__ uint64_t begin(const Parameters& p) {
     const Group& g = p.group;

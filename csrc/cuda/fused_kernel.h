@@ -184,7 +184,7 @@ __device__ Outcome reduce_two_shot(const Parameters& p, const Block& block, Rows
 // Takes the block's lock. All threads get the call's word, 0 where the group has failed.
 __device__ uint64_t begin_block(const Parameters& p) {
     __shared__ uint64_t word;
-    if (threadIdx.x == 0) word = begin(p);
+    if (threadIdx.x == 0) given_up() = 0, word = begin(p);
     __syncthreads();
     return word;
 }
@@ -195,6 +195,7 @@ __device__ Outcome run_exchange(const Parameters& p, Block& block) {
         block.begin(begin_block(p));
         return block.word == 0 ? Outcome::failed : gather(p, block);
     } else {
+        static_assert(exchange != Exchange::scatter || kind == EpilogueKind::full, "else nothing loads its rows");
         Rows<T, per_thread, kind> rows(p, block);
         OwnRow<T, per_thread, kind> own(p.input + (exchange == Exchange::scatter ? p.group.rank * p.vectors : 0) + block.first);
         // These loads take as long as the lock.

@@ -80,6 +80,7 @@ class Packets {
                 // Once more: a peer that failed later has sent all packets of this call.
                 if (!load_packet(packet_of(peer_rank(g, first + late), i), epoch_, loaded[0].line)) {
                     late_source_ = peer_rank(g, first + late), late_since_ = begin;
+                    given_up() = 1;
                 }
             }
         }
@@ -132,7 +133,10 @@ class Packets {
         // Packets have no tag. So the word tells whether the peer is at another call, whose packets may have other places.
         const uint64_t seen = load_acquire(flag_words(own) + word_of(source).place);
         const bool differs = has_arrived(seen, block_.word) && seen != block_.word;
-        if (now - begin > p_.timeout_ns || differs || load_acquire(&own->abort) != 0 || load_failed(g.local) != 0) return true;
+        if (now - begin > p_.timeout_ns || differs || load_acquire(&own->abort) != 0 || load_failed(g.local) != 0 ||
+            given_up() != 0) {
+            return true;
+        }
         __nanosleep(64);
         return false;
     }
@@ -145,7 +149,9 @@ class Packets {
         const uint64_t seen = load_acquire(flag_words(own) + w.place), abort = load_acquire(&own->abort);
         const bool differs = has_arrived(seen, block_.word) && seen != block_.word;
         const WaitOutcome outcome = abort != 0 ? WaitOutcome::aborted : differs ? WaitOutcome::mismatch : WaitOutcome::timeout;
-        fail(g, w, outcome, block_.word, seen, abort, now_ns() - late_since_);
+        const uint64_t waited = now_ns() - late_since_;
+        if (outcome == WaitOutcome::timeout && waited <= p_.timeout_ns) return;  // the thread that gave up first reports
+        fail(g, w, outcome, block_.word, seen, abort, waited);
     }
 
     const Parameters& p_;

@@ -101,6 +101,13 @@ void launch_transpose(const char* from, int64_t rows, int64_t cols, char* to, cu
 // region in a slot. `call` has the buffers. Waits end at `timeout_ns`; the block's results are NaN then.
 void launch_fused_collective(const Group& group, const Call& call, const std::vector<char*>& memory, int64_t region,
                              int64_t timeout_ns, cudaStream_t stream);
+// What a launch of a fused collective on the current device has that peers must have as well: the blocks that share a row, and
+// whether slices travel as packets.
+struct FusedForm {
+    int cluster;
+    bool in_packets;
+};
+FusedForm form_of(const Call& call);
 // Bytes from what one source of a one-shot call pushes to a block to what the next one does.
 int64_t bytes_of_source(const Call& call);
 

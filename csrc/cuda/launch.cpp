@@ -26,9 +26,8 @@ int64_t query_clusters(const void* kernel, int threads, int cluster) {
     config.gridDim = dim3(static_cast<unsigned>(cluster)), config.blockDim = dim3(static_cast<unsigned>(threads));
     config.attrs = &attribute, config.numAttrs = 1;
     int clusters = 0;
-    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess) return clusters;
-    cudaGetLastError();  // no such clusters here: the call runs without
-    return 0;
+    check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), "compute an occupancy of clusters");
+    return clusters;
 }
 
 // Calls `query` once for each key. Keys hold the current device.

@@ -15,7 +15,8 @@ namespace ub_overlap::cuda {
 int64_t resident_blocks(const void* kernel, int threads);
 
 // Returns the clusters of `cluster` blocks that run at once on the whole current device: 0 where the kernel was compiled for an
-// architecture without clusters. Looked up once, as above.
+// architecture without clusters. Looked up once, as above. Throws where the device gives no answer: a rank that then launched
+// without clusters would differ from its peers.
 int64_t resident_clusters(const void* kernel, int threads, int cluster);
 
 // The attribute of a launch in clusters of `cluster` blocks.

@@ -24,6 +24,7 @@ makes the group's session.
 from __future__ import annotations
 
 import atexit
+import logging
 from typing import Any
 
 import torch
@@ -96,7 +97,14 @@ def run_fallback(op: str, *args: Any) -> Any:
 _C = load()
 for _definition in DEFINITIONS.values():
     _definition.register()
-_C.install(provide=ScheduleProvider(), bind=bind, fallback=run_fallback, make_error=make_error, on_error=flight.attach)
+_C.install(
+    provide=ScheduleProvider(),
+    bind=bind,
+    fallback=run_fallback,
+    make_error=make_error,
+    on_error=flight.attach,
+    warn=logging.getLogger("ub_overlap").warning,
+)
 inherited_groups.install(_C)
 settings.apply()
 # Sessions hold Python objects, so they must be closed while the interpreter lives.

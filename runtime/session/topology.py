@@ -5,8 +5,8 @@ by a pure function:
 
     one host, CPU tensors                                       shared memory
     one host, one GPU per rank, all peers, over NVLink          symmetric memory, for any GPU generation
-    several hosts; two ranks on one GPU; no peer access;
-    peers over PCIe only                                        c10d: plain collectives, then matmuls; with a reason
+    several hosts; two ranks on one GPU; GPUs of two models;
+    no peer access; peers over PCIe only                        c10d: plain collectives, then matmuls; with a reason
 
 Settings accept peers over PCIe (`links`) and ranks that share a GPU (`shared_gpus`).
 
@@ -85,7 +85,8 @@ def choose_transport(topology: Topology) -> TransportChoice:
     reason = _several_hosts(topology)
     if not topology.gpus:
         return TransportChoice(transport="c10d", reason=reason) if reason else TransportChoice(transport="shared memory")
-    reason = reason or _shared_gpu(topology) or _no_peer_access(topology.peer) or _pcie_only(topology)
+    reason = reason or _shared_gpu(topology) or _other_gpu(topology.gpus)
+    reason = reason or _no_peer_access(topology.peer) or _pcie_only(topology)
     if reason:
         return TransportChoice(transport="c10d", reason=reason)
     return TransportChoice(transport="symmetric memory", unknown=_unknown_pairs(topology))
@@ -111,6 +112,15 @@ def _shared_gpu(topology: Topology) -> str:
         if uuid in uuids[:rank]:
             first = uuids.index(uuid)
             return f"its ranks {first} and {rank} are on one GPU ({uuid}), where one would wait for the other forever"
+    return ""
+
+
+def _other_gpu(gpus: Sequence[Gpu]) -> str:
+    """Return a reason where GPUs differ: each rank decides alone how kernels are launched, and all must decide alike."""
+    for rank, gpu in enumerate(gpus):
+        if (gpu.name, gpu.capability) != (gpus[0].name, gpus[0].capability):
+            names = (f"{g.name or 'unknown'}, compute capability {'.'.join(map(str, g.capability))}" for g in (gpus[0], gpu))
+            return "the GPUs of its ranks 0 and {} differ ({}; {})".format(rank, *names)
     return ""
 
 

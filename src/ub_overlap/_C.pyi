@@ -148,8 +148,9 @@ def install(
     fallback: Callable[..., Any],
     make_error: Callable[[str, dict[str, str]], BaseException],
     on_error: Callable[[BaseException], None],
+    warn: Callable[[str], None],
 ) -> None:
-    """Set the callbacks into Python: schedules, sessions, c10d fallbacks, errors, and what is done before one is raised."""
+    """Set the callbacks into Python: schedules, sessions, c10d fallbacks, errors, what is done before one, and warnings."""
 
 def set_provider(provide: _Provide) -> None:
     """Replace the schedule provider and forget its schedules."""

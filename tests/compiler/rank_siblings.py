@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,25 +37,50 @@ def groups_found() -> Iterator[list[int]]:
         passes.pack_siblings = pack_siblings
 
 
-def run_decode(rank: int, world: int, inner: str) -> dict[str, Any]:
-    """Compile two layers. Return the groups of matmuls by kind of run, the strategies and the error of the packed run."""
+@contextmanager
+def warnings_logged() -> Iterator[list[str]]:
+    """Return a list that gets the package's warnings."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ub_overlap").addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger("ub_overlap").removeHandler(handler)
+
+
+def run_decode(rank: int, world: int, inner: str, batch: int) -> dict[str, Any]:
+    """Compile two layers. Return the groups of matmuls by kind of run, the strategies and the largest error of all runs.
+
+    Also the warnings of the packed run, and of two more after its weights have moved. A process warns once of each graph, so
+    `batch` is another one in each call.
+    """
     torch.manual_seed(1 + rank)
     model = make_layers(SIZES["tiny"], world, 2, torch.device("cpu"), torch.float32)
     for layer in model.layers:
-        layer.make_cache(2, 4)
-    x = torch.randn(2, 1, SIZES["tiny"].dim)
+        layer.make_cache(batch, 4)
+    x = torch.randn(batch, 1, SIZES["tiny"].dim)
     dist.broadcast(x, 0)
-    groups, error, strategies = {}, 0.0, list[str]()
+    groups, error, strategies, warned = {}, 0.0, list[str](), dict[str, list[str]]()
     for kind in ("apart", "packed", "off"):
         if kind == "packed":
             assert len(ub_overlap.pack(model)) == 4
         summing = with_reduce(model, lambda partial: funcol.all_reduce(partial, "sum", world_name()))
         options = {"overrides": [{"strategy": "one_shot"}], "inner": inner, "pack": "off" if kind == "off" else "auto"}
         mark = HISTORY.mark()
-        with uncached(), torch.no_grad(), groups_found() as found:
+        compiled = torch.compile(summing, backend="ub_overlap", fullgraph=True, options=options)
+        with uncached(), torch.no_grad(), groups_found() as found, warnings_logged() as logged:
             expected = summing(x).clone()
-            got = torch.compile(summing, backend="ub_overlap", fullgraph=True, options=options)(x)
+            got = compiled(x)
+            warned[kind] = logged[:]
+            if kind == "packed":
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+                for _ in range(2):
+                    error = max(error, float((compiled(x) - expected).norm() / expected.norm()))
+                warned["moved"] = logged[len(warned[kind]) :]
         groups[kind] = sum(found)
         error = max(error, float((got - expected).norm() / expected.norm()))
         strategies = [str(d.strategy) for plan in HISTORY.since(mark) for d in plan.decisions]
-    return {"groups": groups, "error": error, "strategies": strategies}
+    return {"groups": groups, "error": error, "strategies": strategies, "warned": warned}

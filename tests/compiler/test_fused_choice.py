@@ -18,7 +18,7 @@ from ub_overlap.compiler.cost.fused_time import fused_us
 from ub_overlap.compiler.cost.profile import Profile
 from ub_overlap.compiler.cost.profile_lookup import load
 from ub_overlap.compiler.cost.site_shape import SiteShape
-from ub_overlap.compiler.plan.strategy import Mode, Strategy
+from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
 
 MEASURED = Path(__file__).parents[2] / "docs" / "data" / "decode_h200_tp2.json"
 KIB, MIB = 1 << 10, 1 << 20
@@ -65,17 +65,62 @@ def test_other_group_sizes_are_assumed(ranks: int) -> None:
     found = choose_fused(shape(4 * KIB, ranks), profile)
     assert found is not None and str(found.strategy) == "one_shot"
     assert f"assumed for {ranks} ranks from measurements of 2" in found.reason
+    assert f"to measure: torchrun --nproc-per-node {ranks} -m ub_overlap calibrate" in found.reason
     as_many = fused_us(profile, shape(4 * KIB), Strategy(Mode.ONE_SHOT), 4 * KIB * (ranks - 1))
     assert found.predictions["one_shot"].us == pytest.approx(as_many)
-    assert found.gain_us <= choose_fused(shape(4 * KIB), profile).gain_us  # type: ignore[union-attr]
     assert chosen(2 * MIB, ranks=ranks) != "one_shot"
 
 
-def test_the_plain_form_of_more_ranks_is_slower_by_its_measured_curves() -> None:
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("size", [KIB, 16 * KIB, 64 * KIB, 256 * KIB, 2 * MIB])
+def test_the_plain_form_of_more_ranks_is_no_faster(size: int, collective: str) -> None:
+    us = [plain_us(load("h200"), size, ranks, collective) for ranks in (2, 4, 8)]
+    assert us == sorted(us)
+    assert us[1] > us[0] + 3 or size > MIB or collective != "all_reduce", "below the measured sizes the difference stays"
+
+
+def plain_us(profile: Profile, size: int, ranks: int, collective: str = "all_reduce") -> float:
+    """Return the time of the plain form, with curves of two ranks for every collective."""
+    assert profile.fused is not None
+    curves = dict.fromkeys(("all_reduce", "reduce_scatter"), profile.fused.curves["all_reduce"])
+    us = fused_us(replace(profile, fused=replace(profile.fused, curves=curves)), shape(size, ranks, True, collective), NONE)
+    assert us is not None
+    return us
+
+
+def test_differences_of_large_tensors_say_nothing_about_small_ones() -> None:
+    """Of 8 ranks the shipped profile has only large tensors. Without the curve of 4 ranks nothing is known of small ones."""
     profile = load("h200")
-    two, four = (choose_fused(shape(2 * MIB, ranks), profile) for ranks in (2, 4))
-    assert two is not None and four is not None
-    assert four.predictions["none"].us >= two.predictions["none"].us
+    curves = profile.collectives["all_reduce"]
+    assert min(size for size, _ in curves[8]) > 8 * MIB
+    only_large = replace(profile, collectives={"all_reduce": {ranks: curves[ranks] for ranks in (2, 8)}})
+    assert plain_us(only_large, 16 * KIB, 8) == plain_us(profile, 16 * KIB, 2)
+    assert plain_us(only_large, 12 * MIB, 8) > plain_us(profile, 12 * MIB, 2)
+    unknown = replace(profile, collectives={"all_reduce": {ranks: curves[ranks] for ranks in (4, 8)}})
+    assert plain_us(unknown, 16 * KIB, 8) == plain_us(profile, 16 * KIB, 2), "no plain curve of the fused group size"
+
+
+ONE, TWO = ["one_shot"], ["two_shot"]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ranks", "expected"),
+    [
+        (4096, 2, 9 * ONE),
+        (4096, 4, 6 * ONE + 3 * TWO),
+        (4096, 8, 5 * ONE + 4 * TWO),
+        (8192, 2, 9 * ONE),
+        (8192, 4, 5 * ONE + 4 * TWO),
+        (8192, 8, 4 * ONE + 4 * TWO + ["none"]),
+    ],
+)
+def test_batches_of_a_decode_step(hidden: int, ranks: int, expected: list[str]) -> None:
+    """A larger batch takes the next form, and no batch goes back to one that a smaller batch has left."""
+    found = []
+    for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        choice = choose_fused(SiteShape("fused_all_reduce", ranks, "bfloat16", (), batch, hidden, has_norm=True), load("h200"))
+        found.append(str(choice.strategy) if choice else "not measured")
+    assert found == expected
 
 
 def test_a_row_of_a_table_pays_for_eager_kernels() -> None:

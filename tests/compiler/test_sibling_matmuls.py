@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,41 @@ def test_one_matmul(function: Callable[..., Any], rows: int) -> None:
         torch.testing.assert_close(got, expected)
 
 
+def of_biases(x: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+    """Linears with biases, and views of attention behind one of them."""
+    found = [torch.nn.functional.linear(x, w, b) for w, b in zip(operands[:3], operands[3:], strict=True)]
+    return found[0].view(x.shape[0], -1, 2).transpose(0, 1), *found[1:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_are_joined(dtype: torch.dtype) -> None:
+    """The sum with the bias is rounded once, as before: the results are the same bits."""
+    operands = [*adjacent(dtype), *(torch.randn(size).to(dtype) for size in SIZES)]
+    x = torch.randn(3, K).to(dtype)
+    gm, neighbors = traced(of_biases, x, operands)
+    assert (pack(gm, neighbors), matmuls(gm)) == (1, 1)
+    assert len(gm.graph.find_nodes(op="call_function", target=aten.addmm.default)) == 1
+    for got, expected in zip(gm(x, *operands), of_biases(x, *operands), strict=True):
+        assert got.shape == expected.shape and got.stride() == expected.stride()
+        torch.testing.assert_close(got, expected, **({"rtol": 0, "atol": 0} if dtype is torch.bfloat16 else {}))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_biases_of_some(place: int) -> None:
+    """The others are packed where they lie next to each other."""
+
+    def function(x: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+        biases = [operands[3] if i == place else None for i in range(3)]
+        return tuple(torch.nn.functional.linear(x, w, b) for w, b in zip(operands[:3], biases, strict=True))
+
+    operands, x = [*adjacent(), torch.randn(SIZES[place])], torch.randn(3, K)
+    gm, neighbors = traced(function, x, operands)
+    groups = int(place != 1)
+    assert (pack(gm, neighbors), matmuls(gm)) == (groups, 3 - groups)
+    for got, expected in zip(gm(x, *operands), function(x, *operands), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_a_dynamic_batch() -> None:
     """It is packed as its traced size decides, and is right for others."""
     weights = adjacent()
@@ -145,10 +181,17 @@ def test_weights_apart() -> None:
     assert matmuls(gm) == 2
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_a_decode_step(pool2: RankPool, inner: str) -> None:
-    """q, k, v and gate, up of every layer are one matmul each where the model is packed; results are those of eager."""
-    for outcome in pool2.run(run_decode, inner):
+@pytest.mark.parametrize(("inner", "batch"), [("aot_eager", 2), ("inductor", 3)])
+def test_a_decode_step(pool2: RankPool, inner: str, batch: int) -> None:
+    """q, k, v and gate, up of every layer are one matmul each where the model is packed; results are those of eager.
+
+    Weights that move are right, and each group says once that it copies them.
+    """
+    for outcome in pool2.run(run_decode, inner, batch):
         assert outcome["strategies"] == ["one_shot"] * 4
         assert outcome["groups"] == {"packed": 4, "apart": 0, "off": 0}
         assert outcome["error"] < 1e-4
+        warned = outcome["warned"]
+        assert not warned["packed"]
+        found = [re.search(r"/siblings\.(\d)\. Got: (\d) weights apart", text) for text in warned["moved"]]
+        assert sorted(match.groups() for match in found if match) == [("0", "3"), ("1", "2"), ("2", "3"), ("3", "2")], warned

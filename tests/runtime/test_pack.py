@@ -22,8 +22,8 @@ from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.pack import are_adjacent
 
 
-def packed_weight(weights: list[Tensor]) -> Tensor:
-    return torch.ops.ub_overlap.packed_weight.default(weights)
+def packed_weight(weights: list[Tensor], site: str = "test_pack/any") -> Tensor:
+    return torch.ops.ub_overlap.packed_weight.default(weights, site)
 
 
 class Block(nn.Module):
@@ -115,6 +115,25 @@ def test_the_op_copies_only_what_is_apart() -> None:
     whole = packed_weight(group)
     assert whole.data_ptr() == group[0].data_ptr() and whole.shape == (24, 8) and torch.equal(whole, torch.cat(group))
     assert packed_weight(group[::-1]).data_ptr() != group[0].data_ptr(), "the order in memory is another"
+
+
+def test_copies_are_logged_once_for_each_site(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    ub_overlap.pack(model)
+    moved = copy.deepcopy(model)
+    for site in ("test_pack/first", "test_pack/second"):
+        caplog.clear()
+        packed_weight(weights(model.layers[0], "wq", "wk", "wv"), site)
+        assert not caplog.records, "nothing was copied"
+        for _ in range(3):
+            packed_weight(weights(moved.layers[0], "wq", "wk", "wv"), site)
+        (record,) = caplog.records
+        assert record.levelname == "WARNING" and f"Where: {site}. Got: 3 weights apart" in record.message
+        assert "call ub_overlap.pack(model) again" in record.message
+    ub_overlap.pack(moved)
+    caplog.clear()
+    packed_weight(weights(moved.layers[0], "wq", "wk", "wv"), "test_pack/third")
+    assert not caplog.records
 
 
 def fixed(name: str) -> nn.Module:

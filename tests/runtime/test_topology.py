@@ -62,12 +62,26 @@ def test_two_boots_of_one_name_are_two_hosts() -> None:
 
 
 def test_two_ranks_on_one_gpu() -> None:
-    gpus = (*box(3).gpus, Gpu(uuid="uuid1"))
+    gpus = (*box(3).gpus, box(3).gpus[1])
     found = choose_transport(box(4, gpus=gpus))
     assert found.transport == "c10d"
     assert "ranks 1 and 3 are on one GPU (uuid1)" in found.reason
     assert choose_transport(box(4, gpus=gpus, shared_gpus=True)) == TransportChoice(transport="symmetric memory")
     assert choose_transport(box(4, gpus=gpus, shared_gpus=True, peer=without(4, (0, 1)))).transport == "c10d"
+
+
+@pytest.mark.parametrize("other", [("NVIDIA H100 80GB HBM3", (9, 0)), ("NVIDIA H200", (10, 0))])
+def test_gpus_of_two_models(other: tuple[str, tuple[int, int]]) -> None:
+    """Kernels of two ranks must be launched alike, which each rank decides by its own GPU."""
+    gpus = (*box(2).gpus, *box(3, other).gpus[2:])
+    found = choose_transport(box(3, gpus=gpus))
+    assert found.transport == "c10d"
+    assert found.reason == (
+        "the GPUs of its ranks 0 and 2 differ (NVIDIA H200, compute capability 9.0; "
+        f"{other[0]}, compute capability {other[1][0]}.{other[1][1]})"
+    )
+    accepted = choose_transport(box(3, gpus=gpus, any_link=True, shared_gpus=True))
+    assert accepted.reason == found.reason, "no setting accepts it"
 
 
 def test_no_peer_access() -> None:

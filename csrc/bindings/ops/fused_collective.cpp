@@ -4,6 +4,9 @@
 #include "bindings/ops/ops.h"
 #include "bindings/ops/run_op.h"
 #include "core/float8.h"
+#ifdef UB_OVERLAP_CUDA
+#include "cuda/fused_executor.h"
+#endif
 
 namespace ub_overlap {
 namespace {
@@ -83,6 +86,15 @@ TwoTensors cast_to_float8(const Tensor& x, const Operands& o, const Epilogue& e,
     const float most = e.normed_type == DType::e5m2 ? e5m2_max : e4m3_max;
     const Tensor scaled = e.divide_by_scale ? wide / scale : wide * scale.reciprocal();
     return {scaled.clamp(-most, most).to(dtype), by_row ? scale : at::empty({0}, wide.options())};
+}
+
+// Completes what ranks compare of a call by what its device decides.
+void complete(Call& call) {
+#ifdef UB_OVERLAP_CUDA
+    if (call.device >= 0) cuda::compare_form(call);
+#else
+    (void)call;
+#endif
 }
 
 // The epilogue on `reduced`, for calls that are not one kernel.
@@ -183,7 +195,7 @@ ThreeTensors fused_collective(const Site& site, const Tensor& input, std::string
         Tensor row_scales = at::empty(scale_sizes, input.options().dtype(at::kFloat));
         call.input = data_of(o.input), call.output = data_of(summed), e.normed = data_of(normed);
         e.row_scales = by_row ? row_scales.data_ptr<float>() : nullptr;
-        if (run_on_transport(b)) {
+        if (run_on_transport(b, complete)) {
             if (input.is_cuda()) return {summed, normed, row_scales};
             return apply_epilogue(summed, o, e, normed_dtype);
         }

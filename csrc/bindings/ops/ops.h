@@ -93,8 +93,9 @@ at::Tensor finish_all_to_all(const at::Tensor& token, const at::Tensor& input, a
                              at::IntArrayRef input_splits, int64_t split_slot, bool one_area, std::string strategy,
                              std::string group, std::string site);
 
-// Returns weights [N_i, K] as one matrix [sum of N_i, K]: their own memory if they lie next to each other, else a copy.
-at::Tensor packed_weight(at::TensorList weights);
+// Returns weights [N_i, K] as one matrix [sum of N_i, K]: their own memory if they lie next to each other, else a copy, which
+// is logged once for each `site`.
+at::Tensor packed_weight(at::TensorList weights, const std::string& site);
 
 // Returns the maxima [N] of the amax histories in `slots` [N], columns of current [C] and past [calls, C], and a copy of
 // `slots`. `is_step`: pushes `current` before, where it is above 0, and clears it.

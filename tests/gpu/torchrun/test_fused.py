@@ -233,8 +233,11 @@ FAILING = [
     ("one_shot", Shape(2, 8192, norm="layer", scale=E4M3, by_row=True)),
     ("one_shot", Shape(2, 8192, norm="layer", branch="layer", scale=E4M3, by_row=True)),
     ("two_shot", Shape(70, 1024)),
+    ("one_shot", Shape(70, 1024)),
+    ("one_shot", Shape(200, 2048)),
 ]
-"""Calls whose rows are dealt out to clusters of blocks, of two to five reductions, and one whose blocks have rows."""
+"""Calls whose rows are dealt out to clusters of blocks, of two to five reductions, and three whose blocks have rows: two-shot,
+of packets with two rows a block where there are two ranks, and of regions without a cluster."""
 
 
 def fails_within(lockstep: Lockstep, group: str, expected: type[Exception], call: Any) -> None:
@@ -315,3 +318,70 @@ def test_compiled_layers(lockstep: Lockstep) -> None:
     assert len(used) == 4, stats.site_stats()
     graphs = f", {inductor_graphs.count(lockstep.device)} graphs captured" if lockstep.cuda else ""
     lockstep.note(f"largest error {worst:.2g}{graphs}")
+
+
+BATCHES = (8, 4, 2, 1)
+"""The largest first, as servers capture them: the others then fit into the memory of the pool."""
+
+
+class Batch:
+    """The compiled layers at one batch: its static inputs, the results of each version of them, and on CUDA its graph."""
+
+    def __init__(self, lockstep: Lockstep, run: Any, batch: int, pool: Any) -> None:
+        self.args = [t.to(lockstep.device) for t in rank_fused.inputs(lockstep.rank, lockstep.ranks, BF16, batch)]
+        self.run, self.graph, self.worst = run, None, 0.0
+        self.residuals = [self.args[2] + version for version in range(VERSIONS)]
+        self.expected = [self.checked(version) for version in range(VERSIONS)]
+        lockstep.sync()
+        lockstep.barrier()
+        if lockstep.cuda:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+                self.out = run(*self.args)
+            lockstep.sync()
+
+    def checked(self, version: int) -> torch.Tensor:
+        """Return the result of an eager call, which is as near to that in float64 as the model's own is."""
+        self.args[2].copy_(self.residuals[version])
+        ours = self.run(*self.args).clone()
+        plain, exact = fused_forms.two_layers(*self.args), fused_forms.two_layers(*(t.double() for t in self.args))
+        far, limit = ((t.double() - exact).abs().max().item() for t in (ours, plain))
+        assert far <= 2 * limit + 1e-2, f"batch {len(self.args[2])}: off by {far:.3g}, eager {limit:.3g}"
+        self.worst = max(self.worst, far)
+        return ours
+
+    def differs(self, version: int) -> torch.Tensor:
+        """Replay the graph (CPU: call the compiled layers). Return whether the result is another than before."""
+        self.args[2].copy_(self.residuals[version])
+        if self.graph is None:
+            return (self.run(*self.args) != self.expected[version]).any()
+        self.graph.replay()
+        found = (self.out != self.expected[version]).any()
+        self.out.fill_(float("nan"))
+        return found
+
+
+@pytest.mark.deadline(250)
+def test_a_graph_for_each_batch(lockstep: Lockstep) -> None:
+    """As a server decodes: a graph for each batch, all in one pool of memory, replayed in random order, bitwise right."""
+    torch._dynamo.reset()
+    ops.extension().clear_stats()
+    options: dict[str, Any] = {"overrides": [{"strategy": "one_shot"}]}
+    run: Any = torch.compile(fused_forms.two_layers, backend="ub_overlap", dynamic=False, options=options)
+    pool = torch.cuda.graph_pool_handle() if lockstep.cuda else None
+    order = lockstep.shared_random(7)
+    turns = 20 if not lockstep.cuda else 200 if lockstep.quick or lockstep.shares_gpu else 2_000
+    wrong = torch.zeros((), dtype=torch.int64, device=lockstep.device)
+    with torch.no_grad():
+        batches = [Batch(lockstep, run, batch, pool) for batch in BATCHES]
+        used = [site for site in stats.site_stats().values() if site.strategy == "one_shot"]
+        assert len(used) == 4 * len(BATCHES), stats.site_stats()
+        for turn in range(turns):
+            wrong += order.choice(batches).differs(order.randrange(VERSIONS))
+            if turn % 500 == 499:
+                lockstep.sync()
+                session.check()
+    lockstep.sync()
+    session.check()
+    assert not int(wrong), f"{int(wrong)} of {turns} turns are wrong"
+    lockstep.note(f"{turns} turns of {len(BATCHES)} batches, largest error {max(b.worst for b in batches):.2g}")
