@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
+from torch.utils.checkpoint import checkpoint
 
 from tests.context_parallel.model import Net
 from tests.models.compare import uncached
@@ -39,17 +41,19 @@ def compare_forms(
     load_balance: bool = False,
     causal: bool = False,
     device: str = "cpu",
+    checkpointed: bool = False,
 ) -> tuple[float, list[Plan]]:
     """Return the largest difference from training on the whole sequence, and the plans of this rank.
 
     Compiled results have the bits of eager ones on the CPU. On GPUs attention adds up gradients in any order.
 
-    `rotation`: of torch's ring attention, with which `form` is "sdpa".
+    `rotation`: of torch's ring attention, with which `form` is "sdpa". `checkpointed`: backward computes forward again.
     """
     mesh = init_device_mesh(device, (world,))
     sequence = torch.randn(BATCH, POSITIONS * world, WIDTH, generator=torch.Generator().manual_seed(5)).to(device)
     whole, model = Net("whole", causal).to(device), Net(form, causal).to(device)
     expected = train(whole, whole, sequence)
+    forward = functools.partial(checkpoint, model, use_reentrant=False) if checkpointed else model
     mark = HISTORY.mark()
     with contextlib.ExitStack() as stack:
         stack.enter_context(uncached())
@@ -59,9 +63,9 @@ def compare_forms(
             stack.enter_context(context_parallel(mesh, buffers=own, buffer_seq_dims=[1] * 3))
         else:
             own = [t.chunk(world, 1)[rank] for t in own]
-        eager = train(model, model, own[0])
+        eager = train(forward, model, own[0])
         model.zero_grad(set_to_none=True)
-        found = train(torch.compile(model, backend="ub_overlap", options=options), model, own[0])
+        found = train(torch.compile(forward, backend="ub_overlap", options=options), model, own[0])
         same = torch.equal if device == "cpu" else lambda a, b: difference(a, b) < 1e-5
         assert all(same(a, b) for a, b in zip(found, eager, strict=True)), "compiled and eager results differ"
         worst = [difference(a, b) for a, b in zip(found[:2], own[1:], strict=True)]
