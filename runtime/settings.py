@@ -63,7 +63,9 @@ class Settings:
     flight_dir: str = typed_field("", "folder of flight records; empty: `flight` in the cache folder", _FOLDER)
     flight_signal: bool = typed_field(True, "write a flight record on SIGUSR1, unless the program handles that signal")
     merge_collectives: bool = typed_field(
-        True, "merge sums of all_reduces or reduce_scatters into one of the sum, and all_gathers of one tensor into one"
+        True,
+        "merge sums of all_reduces or reduce_scatters into one of the sum, all_gathers of one tensor into one, and steps of a "
+        "ring that backward repeats into those of forward",
     )
 
     def __post_init__(self) -> None:

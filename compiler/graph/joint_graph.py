@@ -21,6 +21,11 @@ def needs_tangents(graph: Graph) -> set[Node]:
     return backward
 
 
+def is_in_backward(node: Node) -> bool:
+    """Return whether backward computes `node` in the traced program, with or without tangents."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
 _REGION_KEYS = ("partitioner_tag", "recompute", "ac_graph_id")
 
 

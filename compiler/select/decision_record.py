@@ -190,11 +190,17 @@ def merge_scales(decisions: list[Decision], candidates: list[Candidate]) -> None
             decisions[scales] = replace(decisions[scales], strategy=Strategy(Mode.MERGED), reason=None, detail=detail)
 
 
+_MERGED_TEXTS: dict[Op | None, str] = {
+    Op.ALL_GATHER: "gathers the same tensor as",
+    Op.ALL_TO_ALL: "backward reads the result of",
+}
+
+
 def merged_away(candidate: Candidate, into: Decision) -> list[Decision]:
     """Return one decision for each collective that the joint pass merged into this one."""
     merged = joint_decision(candidate.collective.node).merged_count - 1
     op = candidate.collective.op
-    how = "gathers the same tensor as" if op is Op.ALL_GATHER else "summed into"
+    how = _MERGED_TEXTS.get(op, "summed into")
     return [
         Decision(
             id=f"{into.id}.merged{i}",

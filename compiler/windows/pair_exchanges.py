@@ -9,7 +9,8 @@ although the other half has work to do meanwhile. So the next exchange that is i
 what reads the first, with all that it needs: counts that are exchanged and read, a wait, the experts of its half. Both are then
 started early, and the window of each holds compute of the other half.
 
-A graph whose peak memory would grow too much stays as it is.
+A graph whose peak memory would grow too much stays as it is. So do the steps of rings: a rank that attends to no other keys has
+steps that are independent of each other, and other ranks do not (ring_slots.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..cost.policy import Policy
 from ..cost.site_sizes import Hints, hints_of
 from ..graph.arrange import arrange
 from ..graph.aten import c10d, is_mutable, is_random, tensor_of
-from ..match.all_to_all import match_all_to_all, why_not_split
+from ..match.all_to_all import is_permute, match_all_to_all, why_not_split
 from ..match.collectives import Collective, read_collective
 from ..match.site import Split
 from ..plan.reasons import Reason
@@ -57,7 +58,7 @@ def pair_exchanges(graph: Graph, policy: Policy) -> int:
 
 def _may_pair(c: Collective, policy: Policy, hints: Hints) -> bool:
     """Return whether `c` is an exchange of rows that may be split, and that all ranks have alike."""
-    if c.wait is None or c.group is None or c.ranks < 2 or why_not_split(c):
+    if c.wait is None or c.group is None or c.ranks < 2 or why_not_split(c) or is_permute(c):
         return False
     value = tensor_of(c.node)
     if value is None or not policy.is_weighed(value.device.type):

@@ -367,3 +367,12 @@ def test_random_graphs() -> None:
         pair(again.graph)
         assert [n.name for n in again.graph.nodes] == [n.name for n in d.graph.nodes], seed
     assert moved > 20
+
+
+def test_steps_of_rings_stay() -> None:
+    """A rank that does not attend between two steps has steps that are independent of each other. Other ranks have not."""
+    d = ExchangeDag()
+    rows = [d.tokens(i)[0] for i in range(2)]
+    received = [d.named(f"reader {i}", d.relu(d.exchange(f"step {i}", x, [0, ROWS]))) for i, x in enumerate(rows)]
+    assert pair(d.output(*received)) == 0
+    assert d.order() == ["step 0", "reader 0", "step 1", "reader 1"]

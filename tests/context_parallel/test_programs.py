@@ -57,6 +57,17 @@ def test_gathers_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, 
     assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
 
 
+def test_heads_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, Any]) -> None:
+    """Ulysses exchanges the heads that tensor parallelism leaves to a rank."""
+    results = pool4.run(compare_with_tensor_parallelism, "ulysses", options, False, True)
+    for error, plans in results:
+        assert error < 1e-5
+        for plan in plans:
+            assert sites(plan).items() >= TENSOR_PARALLEL.items()
+            assert sum(d.kind.value == "all_to_all" for d in plan.decisions) == 8
+    assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
+
+
 @pytest.mark.parametrize("load_balance", [True, False])
 def test_flex_attention(pool2: RankPool, options: dict[str, Any], load_balance: bool) -> None:
     """torch's op is replaced; gathers of keys and values, and reduce_scatters of their gradients, are split."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,11 +11,18 @@ from tests.context_parallel.machine import write_slow_profile
 from tests.context_parallel.rank_attention import compare_forms
 from tests.context_parallel.test_gathered import strategies
 from tests.harness.ranks import RankPool
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.strategy import Mode
 
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"inner": "aot_eager", "profile": write_slow_profile(tmp_path_factory.mktemp("profile")), "min_bytes": 0}
+
+
+def counts(plans: list[Plan]) -> list[dict[str, int]]:
+    """Return the number of sites by "kind strategy", by graph."""
+    return [dict(Counter(graph)) for graph in strategies(plans)]
 
 
 CAUSAL, BALANCED = (True, False), (True, True)
@@ -37,11 +45,11 @@ def test_a_ring_that_rotates(pool2: RankPool, options: dict[str, Any], causal: b
     results = pool2.run(compare_forms, "sdpa", options, "alltoall", load_balance, causal)
     for error, plans in results:
         assert error < 1e-5
-        assert strategies(plans) == [["all_to_all split"] * 2, ["all_to_all split"] * 4]
+        assert counts(plans) == [{"all_to_all split": 2, "all_to_all merged": 2}, {"all_to_all split": 4}]
     assert [plan.digest for plan in results[0][1]] == [plan.digest for plan in results[1][1]]
 
 
-def test_four_ranks(pool4: RankPool, options: dict[str, Any]) -> None:
+def test_four_ranks_that_gather(pool4: RankPool, options: dict[str, Any]) -> None:
     """Without load balance the ranks compute 1 to 4 steps of the ring, by one plan. A gradient travels through them all."""
     results = pool4.run(compare_forms, "sdpa", options, "allgather", False, True)
     for error, plans in results:
@@ -49,4 +57,23 @@ def test_four_ranks(pool4: RankPool, options: dict[str, Any]) -> None:
         assert strategies(plans) == [["all_gather split"] * 2, ["all_to_all split"] * 8]
         slots = [d.window.slot for d in plans[1].decisions if d.window is not None]
         assert slots == [0, 1, 2, 3] * 2
+    assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
+
+
+@pytest.mark.parametrize(
+    ("load_balance", "checkpointed"), [(False, False), (True, False), (True, True)], ids=["causal", "balanced", "checkpointed"]
+)
+def test_four_ranks_that_rotate(pool4: RankPool, options: dict[str, Any], load_balance: bool, checkpointed: bool) -> None:
+    """Backward of a layer reads what the 3 exchanges of forward received, and sends 4 gradients.
+
+    A user's checkpoint keeps no keys and values of other ranks: backward exchanges them again, once.
+    """
+    results = pool4.run(compare_forms, "sdpa", options, "alltoall", load_balance, True, checkpointed=checkpointed)
+    for error, plans in results:
+        assert error < 1e-5
+        forward, backward = counts(plans)
+        assert forward == {"all_to_all split": 2 * 3, "all_to_all merged": 2 * 3}
+        assert backward["all_to_all split"] == 2 * (3 + 4 if checkpointed else 4)
+        details = {d.detail for d in plans[0].decisions if d.strategy.mode is Mode.MERGED}
+        assert details == {f"backward reads the result of forward.{i}" for i in range(2 * 3)}
     assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1

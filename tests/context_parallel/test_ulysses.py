@@ -33,3 +33,13 @@ def test_heads_are_exchanged_behind_projections(pool2: RankPool, options: dict[s
             else:
                 assert decision.window.hidden == 1.0
     assert [plan.digest for plan in results[0][1]] == [plan.digest for plan in results[1][1]]
+
+
+def test_four_ranks(pool4: RankPool, options: dict[str, Any]) -> None:
+    """An exchange adds up nothing, so compiled results have the bits of eager ones on any number of ranks."""
+    results = pool4.run(compare_forms, "ulysses", options, causal=True)
+    for error, plans in results:
+        assert error < 1e-5
+        assert [d.kind.value for plan in plans for d in plan.decisions] == ["all_to_all"] * 16
+        assert any(d.overlapped for plan in plans for d in plan.decisions)
+    assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ub_overlap.compiler.options import Options
+from ub_overlap.compiler.plan.strategy import Mode
 from ub_overlap.compiler.reports.outlook import site_shape_of
 from ub_overlap.compiler.text.table import render_table
 
@@ -61,7 +62,8 @@ class PlannedForm:
     @property
     def strategies(self) -> str:
         """The strategies of the exchange: "8 split, 4 none"."""
-        names = [str(r.site.strategy).partition(":")[0] for r in self.step.rows if r.parallelism == "CP"]
+        sites = [r.site for r in self.step.rows if r.parallelism == "CP" and r.site.strategy.mode is not Mode.MERGED]
+        names = [str(site.strategy).partition(":")[0] for site in sites]
         return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
 
     def to_dict(self) -> dict[str, Any]:
