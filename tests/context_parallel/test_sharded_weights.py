@@ -17,6 +17,7 @@ from tests.harness.ranks import RankPool
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import collective_of
+from ub_overlap.compiler.plan.strategy import Mode
 
 WEIGHTS = NORMS + MATRICES
 Results = list[tuple[float, float, list[Plan]]]
@@ -61,12 +62,13 @@ def check(results: Results, exchange: Exchange, layers: int = LAYERS, gathered_a
         own = zip(plans, (exchange.forward, exchange.backward), weights, exchange.exposed, strict=True)
         for plan, exchanged, of_weights, exposed in own:
             in_layer = Counter(exchanged) + Counter(of_weights)
-            assert count(plan.decisions) == Counter({name: layers * n for name, n in in_layer.items()})
-            split = [d for d in plan.decisions if str(d.strategy) == "split"]
-            left = [d for d in plan.decisions if d not in split]
+            sites = [d for d in plan.decisions if d.strategy.mode is not Mode.MERGED]
+            assert count(sites) == Counter({name: layers * n for name, n in in_layer.items()})
+            split = [d for d in sites if str(d.strategy) == "split"]
+            left = [d for d in sites if d not in split]
             rows = [f"{d.id} {d.kind.value} {d.strategy} {d.reason} {d.detail}" for d in left]
             assert len(left) <= layers * exposed + NOT_SPLIT, rows
-            if len({d.ranks for d in plan.decisions}) == 2:
+            if len({d.ranks for d in sites}) == 2:
                 assert count(d for d in split if d.ranks == 2).total() == layers * (sum(exchanged.values()) - exposed), rows
             elif exchange is not ULYSSES:
                 assert all(d.overlapped for d in left), rows
