@@ -31,6 +31,12 @@ FAULTS = (
     "RS: grows grow/1:SIGKILL",
     "AG: binds attached:SIGTERM",
     "bulk: withholds sleeps",
+    "split RS: between SIGKILL",
+    "A2A rounds: between SIGSTOP",
+    "coalesced: between abandons",
+    "A2A: dies SIGSTOP",
+    "split AR: skips next",
+    "message: dies SIGKILL",
     "AG: slow host",
     "RS direct: slow host",
 )
