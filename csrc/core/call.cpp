@@ -65,6 +65,7 @@ int64_t Call::slot_bytes() const {
 }
 
 char* Call::landing(int of) const {
+    if (arena->slot_bytes(slot()) == 0) return nullptr;  // of a split slot that only empty tensors have used
     return arena->slot(of, slot()) + landing_offset;
 }
 

@@ -1,4 +1,4 @@
-"""Start collectives of c10d. The handles have `wait(timeout)`, which raises RuntimeError after that time, and `is_completed`."""
+"""Start collectives of c10d. Handles have `wait(timeout)`, which raises RuntimeError after that time, and `is_completed`."""
 
 from __future__ import annotations
 

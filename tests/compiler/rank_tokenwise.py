@@ -54,11 +54,11 @@ def build(
 
 
 def compare_split(
-    rank: int, world: int, variant: dict[str, Any], options: dict[str, Any] = SPLIT
+    rank: int, world: int, variant: dict[str, Any], options: dict[str, Any] = SPLIT, device: torch.device | str = "cpu"
 ) -> tuple[Comparison, list[str]]:
     """Compare one case with eager. Return the form of each tokenwise layer as well."""
     mark = HISTORY.mark()
-    found = compare(rank, world, __name__, variant, options)
+    found = compare(rank, world, __name__, variant, options, device=device)
     return found, forms_since(mark)
 
 

@@ -13,6 +13,8 @@ import torch
 from ub_overlap.runtime import ops
 from ub_overlap.runtime.ops import c10d_fallback
 
+from . import ring_messages, split_cases
+
 F32, BF16, F16, E4M3, E5M2 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 SLACK = {F32: 2e-6, BF16: 4e-3, F16: 1e-3, E4M3: 0.0, E5M2: 0.0}
 """How much further from float64, in parts of the largest value, ours may be than NCCL + matmul."""
@@ -166,6 +168,8 @@ class Maker:
 
     def kind(self, name: str, size: int = 256, dtype: torch.dtype = BF16) -> tuple[Case, str]:
         """Return a typical case and its strategy by a short name."""
+        if name in split_cases.KINDS:
+            return split_cases.make_kind(self, name, size, dtype)
         wide = 2 * size
         round_up = -(-wide // 128) * 128
         return {
@@ -188,6 +192,7 @@ class Maker:
             "one_shot": (self.fused(dtype, 5, wide), "one_shot"),
             "two_shot": (self.fused(dtype, 70, wide, norm="layer"), "two_shot"),
             "bulk RS": (self.bulk(dtype, "reduce_scatter", size * self.ranks, wide), "bulk"),
+            "message": (ring_messages.message(self.randn(size, wide, dtype=dtype)), ""),
         }[name]
 
 
@@ -198,12 +203,18 @@ def flat(results: Any) -> list[torch.Tensor]:
 
 
 def run_op(case: Case, strategy: str, group: str, site: str) -> list[torch.Tensor]:
-    """Run our op and return all outputs in order."""
+    """Run our op, or both ops of a split collective, and return all outputs in order."""
+    if case[0] in split_cases.FINISH:
+        return split_cases.finish(split_cases.start(case, strategy, group, site), case, strategy, group, site)
+    if case[0] == ring_messages.MESSAGE:
+        return ring_messages.pass_on(case, group)
     return flat(getattr(torch.ops.ub_overlap, case[0])(*case[1], strategy, group, site))
 
 
 def run_plain(case: Case, group: str) -> list[torch.Tensor]:
     """Compute the same outputs with a c10d collective and matmuls."""
+    if case[0] in split_cases.FINISH:
+        return split_cases.run_plain(case, group)
     return flat(ops.run_fallback(case[0], *case[1], "none", group, "/fallback"))
 
 

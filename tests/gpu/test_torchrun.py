@@ -43,6 +43,7 @@ MODULES = (
     Module("all_to_all", 240, 120),
     Module("abandoned", 150, 80),
     Module("context_parallel", 300, 150),
+    Module("expert_parallel", 300, 180),
     Module("fused", 300, 150),
     Module("generate", 600, 300),
     Module("recorded", 150, 80),

@@ -185,11 +185,15 @@ def build(
     tokens: tuple[int, ...] = (24, 24, 24, 24),
     other: str = "",
     exact: bool = False,
+    k: int = 2,
 ) -> Case:
-    """`tokens`: of each rank. `other`: another parallelism next to it, as in `find_groups`. Two experts a rank."""
+    """`tokens`: of each rank. `other`: another parallelism next to it, as in `find_groups`. Two experts a rank.
+
+    `k`: experts per token.
+    """
     torch.manual_seed(0)
     dtype, groups = torch.bfloat16, find_groups(other)
-    sizes = Sizes(dim=16, hidden=32, experts=2 * groups.experts.size())
+    sizes = Sizes(dim=16, hidden=32, experts=2 * groups.experts.size(), k=k)
     module = MoE(sizes, groups, form, shared)
     with torch.no_grad():
         for i, p in enumerate(module.experts.parameters()):

@@ -119,6 +119,21 @@ def misuse(rank: int, world: int) -> list[dict[str, Any]]:
     return found
 
 
+def finish_empty(name: str, collective: str, device: torch.device | str = "cpu") -> list[tuple[int, ...]]:
+    """Run collectives of empty tensors only, coalesced and single. Return the sizes of their results."""
+    tensors = [torch.empty(0, 3, device=device), torch.empty(4, 0, device=device)]
+    args = arguments(name, collective, tensors)
+    results = OPS.finish_coalesced(OPS.start_coalesced(tensors, *args), tensors, *args)
+    single = (tensors[0], collective, "sum", torch.float32, 1, False, "bulk", name, "/empty")
+    token = OPS.start_collective(*single)
+    return [tuple(x.shape) for x in (*results, OPS.finish_collective(token, *single))]
+
+
+def empty_tensors(rank: int, world: int) -> list[list[tuple[int, ...]]]:
+    """The slots of a new group have no memory yet, and empty tensors get none. Return the sizes by collective."""
+    return [finish_empty(fresh(world), collective) for collective in COLLECTIVES]
+
+
 def other_sizes(rank: int, world: int) -> dict[str, Any]:
     """The ranks put as many elements into the coalesced collective, but divide them in other ways."""
     name = fresh(world)

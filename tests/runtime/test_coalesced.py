@@ -29,6 +29,12 @@ def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
         assert "an empty list" in texts[5] and "cannot be summed" in texts[6]
 
 
+def test_empty_tensors_in_slots_without_memory(pools: dict[int, RankPool]) -> None:
+    sizes = {"all_gather": 8, "reduce_scatter": 2, "all_reduce": 4}
+    want = [[(0, 3), (rows, 0), (0, 3)] for rows in sizes.values()]
+    assert pools[2].run(rank_coalesced.empty_tensors) == [want, want]
+
+
 def test_ranks_with_other_sizes(pools: dict[int, RankPool]) -> None:
     """Look-alike: as many bytes on all ranks, but tensors of other sizes."""
     for found in pools[2].run(rank_coalesced.other_sizes):

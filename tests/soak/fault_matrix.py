@@ -20,6 +20,10 @@ OPS = ("AG", "RS", "AR", "bulk")
 ALL_OPS = (*OPS, "SAG", "SRS")
 DIRECT = ("RS direct", "AR direct")
 FUSED = ("one_shot", "two_shot")
+SPLIT = ("split AG", "split RS", "split AR", "coalesced", "A2A", "A2A rounds")
+"""Collectives of two ops, as data-parallel, context-parallel and expert-parallel programs run them."""
+QUICK_SPLIT = (("between", "split RS"), ("between", "A2A rounds"), ("dies", "coalesced"))
+"""(function, kind) of the split faults that a quick run tries."""
 ABORTED = ("GroupAbortedError", "PeerFailedError")
 TIMEOUT, FAILED, MISMATCH, SHAPE = ("PeerTimeoutError",), ("PeerFailedError",), ("SiteMismatchError",), ("ShapeMismatchError",)
 PATIENCE = 10.0
@@ -45,6 +49,26 @@ class Fault:
     @property
     def name(self) -> str:
         return f"{self.kind}: {self.function} {self.how}"
+
+
+def list_split_faults() -> list[Fault]:
+    """Return the faults of split collectives, messages, and gathers that the copy engine copies."""
+    faults: list[Fault] = []
+    for kind in (*SPLIT, "message", "AG engine"):
+        devices = ("cpu",) if kind == "A2A rounds" else ("cpu", "cuda")  # GPUs are past the rounds when the signal comes
+        faults.append(Fault("dies", kind, "SIGKILL", TIMEOUT, False, True, devices))
+        faults.append(Fault("dies", kind, "SIGSTOP", TIMEOUT, False, devices=devices))
+    faults += [Fault("between", kind, "SIGKILL", TIMEOUT, False, True) for kind in SPLIT]
+    faults += [Fault("between", kind, "SIGSTOP", TIMEOUT, False) for kind in ("split RS", "split AR", "A2A rounds")]
+    faults += [Fault("between", kind, "sleeps", TIMEOUT, False) for kind in ("split AR", "A2A rounds")]
+    left = TIMEOUT + FAILED + MISMATCH
+    faults += [Fault("between", kind, "abandons", left) for kind in ("split AG", "split RS", "coalesced", "A2A")]
+    faults += [
+        Fault("skips", kind, "last", TIMEOUT) for kind in ("split RS", "coalesced", "A2A rounds", "message", "AG engine")
+    ]
+    faults += [Fault("skips", kind, "next", MISMATCH) for kind in ("split AR", "coalesced", "A2A")]
+    faults += [Fault("aborts", kind, "busy", ABORTED) for kind in ("split AR", "A2A rounds", "message")]
+    return faults
 
 
 def list_faults(device: str, quick: bool = False) -> list[Fault]:
@@ -83,6 +107,8 @@ def list_faults(device: str, quick: bool = False) -> list[Fault]:
     faults += [Fault("slow", kind, "host", ()) for kind in ("AG", "RS direct", "two_shot")]
     faults += [Fault("slow", kind, "device", (), devices=("cuda",)) for kind in ("RS", "RS direct", *FUSED)]
     faults += [Fault("forks", "AG", how, (), devices=("cpu",)) for how in ("bound", "unbound")]
+    split = list_split_faults()
+    faults += [fault for fault in split if not quick or (fault.function, fault.kind) in QUICK_SPLIT]
     if device == "cuda":
         for how in ("SIGKILL", "SIGSTOP"):
             faults.append(Fault("dies", "graph", how, TIMEOUT, victim_lives=False, is_death=how == "SIGKILL"))
@@ -111,9 +137,8 @@ def judge(fault: Fault, outcome: Outcome, limit_s: float, victim: int, cuda: boo
         return f"does not name rank {victim}: {seen['text'].splitlines()[0]}"
     if seen["seconds"] > limit_s:
         return f"raised after {seen['seconds']:.1f} s"
-    if "WRONG" in seen["outputs"] or (
-        cuda and fault.function != "dies" and outcome.rank != victim and seen["outputs"] not in ("nan", "none")
-    ):
+    may_be_right = fault.function in ("dies", "between") or fault.kind == "message" or outcome.rank == victim or not cuda
+    if "WRONG" in seen["outputs"] or not (may_be_right or seen["outputs"] in ("nan", "none")):
         return f"outputs are {seen['outputs']}"
     if not seen["after"]:
         return "a further call did not raise"

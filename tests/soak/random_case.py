@@ -13,15 +13,24 @@ from typing import Any
 import torch
 
 from tests.gpu.cases import BF16, BOTH_T, E4M3, E5M2, F16, F32, GATHERED_T, OUT_T, PLAIN, Case, Maker
+from tests.gpu.split_cases import coalesced, exchange, split
 
-OPS = ("gather", "scatter", "reduce", "bulk", "scaled_gather", "scaled_scatter", "fused")
+SPLIT = ("split", "coalesced", "exchange")
+"""Of two ops: others of the group run between their start and their finish."""
+OPS = ("gather", "scatter", "reduce", "bulk", "scaled_gather", "scaled_scatter", "fused", *SPLIT)
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+LARGE_PIECE = 2 << 20
+"""Bytes. A split slot has more memory for such pieces than any other call needs, so it soon grows no further."""
 SITES = 4
-"""Sites per op. A bounded number: statistics keep a row per site."""
+"""Sites per op. A bounded number: statistics keep a row per site. Also the split slots: each site has its own."""
 
 
 @dataclass(frozen=True)
 class RandomCall:
-    """A call of this rank. `step_delay_us`: largest random delay before each step. `late_s`: sleep of this rank before it."""
+    """A call of this rank. `step_delay_us`: largest random delay before each step. `late_s`: sleep of this rank before it.
+
+    `calls_between`: of a split collective, how many later calls run before its finish; fewer than SITES.
+    """
 
     name: str
     case: Case
@@ -29,6 +38,7 @@ class RandomCall:
     site: str
     step_delay_us: int
     late_s: float
+    calls_between: int = 0
 
 
 def draw_call(seed: int, number: int, rank: int, ranks: int) -> RandomCall:
@@ -37,10 +47,11 @@ def draw_call(seed: int, number: int, rank: int, ranks: int) -> RandomCall:
     torch.manual_seed((seed * 1_000_003 + number) * 64 + rank)
     op = rng.choice(OPS)
     make = Maker(torch.device("cpu"), ranks)
-    case = getattr(_Draw(rng, make), op)()
+    case = getattr(_Draw(rng, make, rank, number % SITES), op)()
     strategy = _draw_fused_strategy(rng, case) if op == "fused" else _draw_strategy(rng, op, ranks)
-    if op in ("gather", "scatter", "reduce", "bulk"):
+    if op in ("gather", "scatter", "reduce", "bulk", *SPLIT):
         case = (case[0], _restride(rng, case[1]))
+    calls_between = rng.randrange(SITES) if op in SPLIT else 0
     sleeper = rng.randrange(ranks) if rng.random() < 0.15 else -1
     return RandomCall(
         name=f"call {number}: {case[0]} {strategy} on {_sizes(case[1])}",
@@ -48,15 +59,16 @@ def draw_call(seed: int, number: int, rank: int, ranks: int) -> RandomCall:
         strategy=strategy,
         site=f"/soak.{op}.{number % SITES}",
         step_delay_us=rng.choice((0, 0, 0, 300, 2000)),
-        late_s=rng.random() * 0.02 if rank == sleeper else 0.0,
+        calls_between=calls_between,
+        late_s=rng.random() * 0.02 if rank == sleeper else 0.0,  # the last draw: only one rank makes it
     )
 
 
 class _Draw:
     """Draws the arguments of one op. One call in twelve is large: it makes the arena grow, once for the largest."""
 
-    def __init__(self, rng: random.Random, make: Maker) -> None:
-        self.rng, self.make = rng, make
+    def __init__(self, rng: random.Random, make: Maker, rank: int, split_slot: int) -> None:
+        self.rng, self.make, self.rank, self.split_slot = rng, make, rank, split_slot
         self.rows = rng.randrange(200, 700) if rng.random() < 1 / 12 else rng.randrange(0, 40)
         self.cols = rng.randrange(1, 70)
         self.dtype = rng.choice((F32, BF16, F16))
@@ -82,10 +94,41 @@ class _Draw:
         )
 
     def bulk(self) -> Case:
-        collective = self.rng.choice(("all_gather", "reduce_scatter", "all_reduce"))
+        collective = self.rng.choice(COLLECTIVES)
         rows = self.rows * (self.make.ranks if collective == "reduce_scatter" else 1)
         out_dtype = self.dtype if collective == "all_gather" else self.rng.choice((self.dtype, F32))
         return self.make.bulk(self.dtype, collective, rows, self.cols, self.rng.choice(("sum", "avg")), out_dtype)
+
+    def split(self) -> Case:
+        rng, collective = self.rng, self.rng.choice(COLLECTIVES)
+        rows = self.rows * (self.make.ranks if collective == "reduce_scatter" else 1)
+        by, other, zero_copy = rng.choice(("sum", "avg")), rng.choice((self.dtype, F32)), rng.random() < 0.5
+        x, is_gather = self.make.randn(rows, self.cols, dtype=self.dtype), collective == "all_gather"
+        return split(x, collective, by, self.dtype if is_gather else other, self.split_slot, is_gather and zero_copy)
+
+    def coalesced(self) -> Case:
+        """One to five tensors of other sizes and dtypes, some empty."""
+        rng, collective = self.rng, self.rng.choice(COLLECTIVES)
+        unit, tensors, dtypes = self.make.ranks if collective == "reduce_scatter" else 1, [], []
+        for _ in range(rng.randrange(1, 6)):
+            dtype, rows = rng.choice((F32, BF16, F16)), rng.choice((0, 1, self.rows))
+            tensors.append(self.make.randn(rows * unit, rng.randrange(1, 70), dtype=dtype))
+            dtypes.append(dtype if collective == "all_gather" else rng.choice((dtype, F32)))
+        return coalesced(tensors, collective, rng.choice(("sum", "avg")), dtypes, self.split_slot)
+
+    def exchange(self) -> Case:
+        """Uneven and empty pieces. Large ones, of one size, take rounds until the areas have grown."""
+        rng, ranks = self.rng, range(self.make.ranks)
+        large = LARGE_PIECE // (self.cols * self.dtype.itemsize) if rng.random() < 1 / 12 else self.rows
+        rows = [[rng.choice((0, 1, self.rows, large)) for _ in ranks] for _ in ranks]
+        mine, one_area = rows[self.rank], rng.random() < 0.3
+        theirs = [rows[source][self.rank] for source in ranks]
+        if one_area:  # a step of a ring
+            step, many = rng.randrange(len(ranks)), rng.choice((self.rows, large))
+            mine = [many if to == (self.rank + step) % len(ranks) else 0 for to in ranks]
+            theirs = [many if source == (self.rank - step) % len(ranks) else 0 for source in ranks]
+        x = self.make.randn(sum(mine), self.cols, dtype=self.dtype)
+        return exchange(x, theirs, mine, self.split_slot, one_area)
 
     def fused(self) -> Case:
         """Rows of at least 16 bytes, which a vector has."""
@@ -117,7 +160,9 @@ class _Draw:
 
 
 def _draw_strategy(rng: random.Random, op: str, ranks: int) -> str:
-    if op == "bulk":
+    if op == "exchange":
+        return "bulk"
+    if op in ("bulk", "split", "coalesced"):
         return rng.choice(("bulk", f"bulk:chunks={2 * ranks}"))
     options = ["pipelined", f"pipelined:chunks={2 * ranks}"]
     if op in ("scatter", "reduce", "scaled_scatter"):

@@ -33,7 +33,8 @@ LOOP_S = 30.0
 def dies(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
     """Send the signal `how` to the victim while all ranks call in a loop. SIGINT raises KeyboardInterrupt there."""
     scene = Scene(rank, world, device, kind, deadline, victim)
-    scene.strike_later(lambda: os.kill(os.getpid(), getattr(signal, how)))
+    # The areas of "A2A rounds" grow at the 17th call: strike before.
+    scene.strike_later(lambda: os.kill(os.getpid(), getattr(signal, how)), 0.05 if kind == "A2A rounds" else 0.5)
     return scene.finish(scene.call_until_error(LOOP_S + 3 * deadline))
 
 
@@ -129,6 +130,8 @@ def skips(rank: int, world: int, device: str, kind: str, how: str, deadline: flo
         if not scene.is_victim:
             scene.call()
             scene.look()
+            if kind == "message":  # a rank that waits for another than the victim hears of it from that one
+                scene.watch(LOOP_S)
         elif how == "next":
             scene.outs = scene.op(site="fault.next")
             scene.look()
@@ -141,6 +144,41 @@ def skips(rank: int, world: int, device: str, kind: str, how: str, deadline: flo
     scene.store.set(f"done/{rank}", "1")
     if scene.is_victim and how == "last":
         scene.outs = scene.expected  # of its last call before the fault
+    return scene.finish(seen)
+
+
+def between(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
+    """The victim starts a split collective and fails before its finish. The other ranks finish it, and go on.
+
+    `how`: a signal, "sleeps", or "abandons": the victim frees the token, as an exception does, and goes on with the next call.
+    """
+    scene = Scene(rank, world, device, kind, deadline, victim)
+    for _ in range(3):
+        scene.call()
+    scene.settle()
+    begin = time.time()
+
+    def fail() -> None:
+        if how == "sleeps":
+            time.sleep(LOOP_S + 3 * deadline)
+        elif how != "abandons":
+            os.kill(os.getpid(), getattr(signal, how))
+
+    def body() -> None:
+        scene.outs = []
+        token = scene.start()
+        if scene.is_victim:
+            fail()
+            del token
+        else:
+            scene.outs = scene.finish_start(token)
+            scene.look()
+        scene.call()
+        scene.look()
+
+    seen = scene.attempt(body, lambda: begin)
+    if scene.is_victim == (seen.error != "SiteMismatchError"):
+        seen.notes = f"raised {seen.error}"
     return scene.finish(seen)
 
 
@@ -214,9 +252,7 @@ def withholds(rank: int, world: int, device: str, kind: str, how: str, deadline:
     def body() -> None:
         if rank == (victim - 1) % world:
             ub_overlap.recv(tensor, group=scene.group, group_src=victim)
-        while time.time() < begin + LOOP_S:
-            scene.look()
-            time.sleep(0.05)
+        scene.watch(LOOP_S)
 
     return scene.finish(scene.attempt(body, lambda: begin))
 

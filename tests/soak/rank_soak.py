@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.gpu import split_cases
 from tests.gpu.cases import Truth, run_op
 from ub_overlap.runtime import errors, ops, settings
 
-from .random_case import draw_call
+from .random_case import RandomCall, draw_call
 from .resources import measure_resources
 
 C = ops.extension()
@@ -29,26 +31,63 @@ def run_batch(rank: int, world: int, seed: int, first: int, count: int, sabotage
     # oneDNN keeps compiled primitives of up to 1024 shapes, about 300 KB each: resident memory would grow with the shapes.
     torch.backends.mkldnn.enabled = False
     settings.configure(step_timeout_s=60.0, init_timeout_s=60.0)
-    bad: list[tuple[int, str]] = []
-    broken = False
+    batch = _Batch(group, rank, world, seed, sabotage)
     for number in range(first, first + count):
-        call = draw_call(seed, number, rank, world)
-        truth = Truth.of(call.case, group)
-        time.sleep(call.late_s)
-        C.testing.set_random_delay(call.step_delay_us, seed + number + rank)
-        try:
-            outs = run_op(call.case, call.strategy, group, call.site)
-        except errors.UbOverlapError as error:
-            bad.append((number, f"{call.name}: {type(error).__name__}: {error}"))
-            broken = True
+        if not batch.run(number, is_last=number == first + count - 1):
             break
+    return {"bad": batch.bad[:MAX_ERRORS], "broken": batch.is_broken, "resources": measure_resources(first + count)}
+
+
+class _Batch:
+    """Runs calls in order. A split collective is finished before a later call, or at the end of the batch."""
+
+    def __init__(self, group: str, rank: int, world: int, seed: int, sabotage: int) -> None:
+        self.group, self.rank, self.world, self.seed, self.sabotage = group, rank, world, seed, sabotage
+        self.bad: list[tuple[int, str]] = []
+        self.is_broken = False
+        self._open: list[_OpenCall] = []
+
+    def run(self, number: int, is_last: bool) -> bool:
+        """Run a call, and finish those that are due. Return whether the group still works."""
+        call = draw_call(self.seed, number, self.rank, self.world)
+        one = _OpenCall(number, call, Truth.of(call.case, self.group))
+        time.sleep(call.late_s)
+        C.testing.set_random_delay(call.step_delay_us, self.seed + number + self.rank)
+        try:
+            if call.case[0] in split_cases.FINISH:
+                one.token = split_cases.start(call.case, call.strategy, self.group, call.site)
+                self._open.append(one)
+            else:
+                self._check(one, run_op(call.case, call.strategy, self.group, call.site))
+            for one in self._due(number, is_last):
+                self._open.remove(one)
+                outs = split_cases.finish(one.token, one.call.case, one.call.strategy, self.group, one.call.site)
+                self._check(one, outs)
+        except errors.UbOverlapError as error:
+            self.bad.append((one.number, f"{one.call.name}: {type(error).__name__}: {error}"))
+            self.is_broken = True
         finally:
             C.testing.set_random_delay(0, 0)
-        if number == sabotage and rank == world - 1:
+        return not self.is_broken
+
+    def _due(self, number: int, is_last: bool) -> list[_OpenCall]:
+        """Return the open calls that are finished behind call `number`."""
+        return [one for one in self._open if is_last or one.number + one.call.calls_between <= number]
+
+    def _check(self, one: _OpenCall, outs: list[torch.Tensor]) -> None:
+        if one.number == self.sabotage and self.rank == self.world - 1:
             outs = [out.double().add(1).to(out.dtype) if out.is_floating_point() else out for out in outs]
         try:
-            truth.check(outs, call.name)
+            one.truth.check(outs, one.call.name)
         except AssertionError as error:
-            if len(bad) < MAX_ERRORS:
-                bad.append((number, str(error)))
-    return {"bad": bad, "broken": broken, "resources": measure_resources(first + count)}
+            self.bad.append((one.number, str(error)))
+
+
+@dataclass
+class _OpenCall:
+    """A call and its expected results. `token`: of its start, where it is a split collective."""
+
+    number: int
+    call: RandomCall
+    truth: Truth
+    token: Any = None

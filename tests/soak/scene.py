@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.gpu import cases
+from tests.gpu import cases, split_cases
 from tests.gpu.cases import Maker
 from ub_overlap import _torch_compat
 from ub_overlap.runtime import errors, ops, settings
+from ub_overlap.runtime.schedule.steps import SLOTS
 from ub_overlap.runtime.session import session
+from ub_overlap.runtime.session.bind import find_session
 
 Outs = list[torch.Tensor]
 
@@ -69,6 +71,8 @@ class Scene:
         if not bound:
             dist.barrier()
             return
+        if self.kind == "A2A rounds":
+            self.op(case=split_cases.with_small_pieces(self.case))
         self.expected = [t.clone() for t in self.op()]
         self.settle()
         if kind == "graph":
@@ -78,9 +82,24 @@ class Scene:
         self.settle()
         core = next(core for core in ops.extension().sessions() if core.group == self.group)
         assert core.transport == ("symmetric memory" if self.cuda else "shared memory"), core.reason
+        assert self.kind != "A2A rounds" or self.areas_bytes() < split_cases.PIECE_BYTES, "a piece takes one round"
 
     def op(self, site: str = "", case: Any = None) -> Outs:
         return cases.run_op(case or self.case, self.strategy, self.group, site or f"fault.{self.kind}")
+
+    def start(self) -> torch.Tensor:
+        """Start the split collective of the scene, at the site of its calls."""
+        return split_cases.start(self.case, self.strategy, self.group, f"fault.{self.kind}")
+
+    def finish_start(self, token: torch.Tensor) -> Outs:
+        """Return the outputs of the collective that `start` began."""
+        return split_cases.finish(token, self.case, self.strategy, self.group, f"fault.{self.kind}")
+
+    def areas_bytes(self) -> int:
+        """Return the bytes of the first split slot."""
+        found = find_session(self.group, self.device.type)
+        assert found is not None
+        return int(found._arena.bytes_of_slot(SLOTS))
 
     def call(self) -> None:
         if self.graph is not None:
@@ -140,6 +159,13 @@ class Scene:
     def look(self) -> None:
         self.sync()
         session.check(self.group)
+
+    def watch(self, seconds: float) -> None:
+        """Look for an error of the group, without calls."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.look()
+            time.sleep(0.05)
 
     def attempt(self, body: Callable[[], Any], begin: Callable[[], float]) -> Seen:
         """Return the error that `body` raises. `begin`: time of the fault."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.gpu.cases import BF16, F32, Maker
 from tests.gpu.lockstep import Lockstep
+from tests.runtime.rank_coalesced import finish_empty
 from ub_overlap.runtime.session import session
 
 OPS = torch.ops.ub_overlap
@@ -111,6 +112,15 @@ def replays(lockstep: Lockstep, group: str, turns: int) -> str:
 @pytest.mark.parametrize("steps", [40, 200])
 def test_random_coalesced(lockstep: Lockstep, group: str, steps: int) -> None:
     lockstep.note(random_coalesced(lockstep, group, steps))
+
+
+def test_empty_tensors_in_slots_without_memory(lockstep: Lockstep) -> None:
+    rows = {"all_gather": 4 * lockstep.ranks, "reduce_scatter": 4 // lockstep.ranks, "all_reduce": 4}
+    for collective, count in rows.items():
+        if 4 % lockstep.ranks and collective == "reduce_scatter":
+            continue
+        found = finish_empty(lockstep.new_group(), collective, lockstep.device)
+        assert found == [(0, 3), (count, 0), (0, 3)], f"{collective}: {found}"
 
 
 def test_replays(lockstep: Lockstep, group: str) -> None:
