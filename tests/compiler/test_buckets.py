@@ -7,22 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.fx import Node
 
 from tests.compiler.dags import Dag, aten, c10d, inputs_of, module_of
+from tests.compiler.rank_buckets import buckets, run_blocks
 from tests.compiler.rank_compile import world_name
 from tests.harness.ranks import RankPool
-from tests.models.compare import uncached
 from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.options import Options
-from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Reason
-from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.select.decide import decide
@@ -67,11 +61,6 @@ def gradients(count: int = 6, columns: int = 4096) -> Dag:
 
 def plan(d: Dag, options: Options = AUTO, phase: str = "forward") -> Plan:
     return decide(d.graph, options, phase, lambda *_: None).plan
-
-
-def buckets(decisions: tuple[Decision, ...]) -> list[str]:
-    """Return for each collective the site that sends it together with others, or "-"."""
-    return [(d.window and d.window.bucket) or "-" for d in decisions]
 
 
 def test_gathers_of_norms_are_one_collective() -> None:
@@ -231,21 +220,6 @@ def run_graph(rank: int, world: int, collective: str) -> str:
     return ""
 
 
-class Block(nn.Module):
-    """A norm and a linear whose weight, bias and norm are this rank's shards. [M, D] -> the same."""
-
-    def __init__(self, width: int, rank: int, world: int) -> None:
-        super().__init__()
-        whole = torch.randn(width, width) / width**0.5, torch.randn(width), torch.rand(width)
-        self.weight, self.bias, self.norm = (nn.Parameter(t.chunk(world)[rank].clone()) for t in whole)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias, norm = (
-            funcol.all_gather_tensor_autograd(p, 0, dist.group.WORLD) for p in (self.weight, self.bias, self.norm)
-        )
-        return x + F.linear(F.rms_norm(x, x.shape[-1:], norm), weight, bias)
-
-
 @pytest.mark.parametrize(
     "options",
     [{"inner": "aot_eager"}, {"memory_budget": 0}, {"inner": "aot_eager", "verify": True, "memory_budget": 0}],
@@ -254,30 +228,6 @@ class Block(nn.Module):
 def test_sharded_blocks(pool2: RankPool, options: dict[str, Any]) -> None:
     """Norms, biases and small weights of a compiled model: two steps with the gradients of eager code."""
     assert pool2.run(run_blocks, options) == [""] * 2
-
-
-def run_blocks(rank: int, world: int, options: dict[str, Any]) -> str:
-    """Return what differs, or ""."""
-    torch.manual_seed(3)
-    model = nn.Sequential(*(Block(256, rank, world) for _ in range(4)))
-    x = torch.randn(4096, 256, generator=torch.Generator().manual_seed(rank))
-
-    def step(call: Any) -> list[Tensor]:
-        model.zero_grad()
-        output = call(x)
-        output.square().mean().backward()
-        return [output.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-    truth, mark = step(model), HISTORY.mark()
-    with uncached():
-        compiled = torch.compile(model, backend="ub_overlap", options={"profile": "h200", **options})
-        for _ in range(2):
-            for i, (a, b) in enumerate(zip(step(compiled), truth, strict=True)):
-                if not torch.allclose(a, b, rtol=1e-4, atol=1e-5):
-                    return f"result {i} differs by {(a - b).abs().max()}"
-    plans = HISTORY.since(mark)
-    sizes = [sum(name != "-" for name in buckets(p.decisions)) for p in plans]
-    return "" if len(plans) == 2 and min(sizes) > 3 else f"{len(plans)} plans, collectives in buckets: {sizes}"
 
 
 def test_a_dynamic_size_stays_alone() -> None:

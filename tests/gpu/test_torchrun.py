@@ -38,6 +38,7 @@ MODULES = (
     Module("data_parallel", 200, 120),
     Module("graphs", 300, 120),
     Module("split", 300, 150),
+    Module("buckets", 150, 100),
     Module("zero_copy", 300, 150),
     Module("coalesced", 150, 80),
     Module("all_to_all", 240, 120),
