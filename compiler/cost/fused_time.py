@@ -82,8 +82,9 @@ def _slower_plain_us(profile: Profile, collective: str, measured: int, ranks: in
     for count, (least, most) in ranges.items():
         if least <= size <= most:
             return difference(count, size)
-    least, count = min(((least, count) for count, (least, _) in ranges.items()), default=(math.inf, 0))
-    return difference(count, least) if size < least <= FEW_BYTES else 0.0
+    common = [(round(least), -count) for count, (least, most) in ranges.items() if least <= most]
+    least, largest = min(common, default=(math.inf, 0))
+    return difference(-largest, least) if size < least <= FEW_BYTES else 0.0
 
 
 def _common_sizes(curves: Mapping[int, Curve], collective: str, *counts: int) -> tuple[float, float]:

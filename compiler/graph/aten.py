@@ -260,7 +260,8 @@ def read_cut(piece: Node) -> tuple[Node, int, Size, Size] | None:
         if start is None or (len(piece.args) > 4 and piece.args[4] != 1):
             return None
         if isinstance(start, int) and start < 0:
-            start = shape_of(node_arg(piece))[dim] + start
+            size = shape_of(node_arg(piece))[dim]
+            start = max(size + start, 0) if isinstance(size, int) else size + start
         return node_arg(piece), dim, start, start + shape_of(piece)[dim]
     split = piece.args[0] if piece.args else None
     if (

@@ -99,6 +99,11 @@ class Window:
         first, last = max(first for first, _ in ranges), min(last for _, last in ranges)
         return min(first, last), last
 
+    def is_open(self, order: FusionOrder, moving: Mapping[Node, object]) -> bool:
+        """Return whether there is a place for both the start and the finish of all that is sent together."""
+        ranges = [w._own_bounds(order, moving) for w in self.each]
+        return max(first for first, _ in ranges) <= min(last for _, last in ranges)
+
     def _own_bounds(self, order: FusionOrder, moving: Mapping[Node, object]) -> tuple[int, int]:
         own = order.position[self.collective.node]
         fixed = [*self.sources, *(n for n in self.lead if n in order.taken)]

@@ -44,6 +44,14 @@ class SavedSite:
     """As in `Decision`; None for a plan of a version without packs."""
     independent: int = 0
     """The number of its independent matmuls."""
+    is_in_bucket: bool = False
+    """Whether it was sent together with others."""
+
+    def override(self, by: str) -> Override:
+        """Return the request for this site. Buckets are chosen again: alone, their collectives would be split one by one."""
+        if self.is_in_bucket:
+            return Override(None, by)
+        return Override(parse(self.strategy), by, packs=self.packs, independent=self.independent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,7 @@ def parse_saved_plan(plan: Mapping[str, Any], origin: str) -> tuple[SavedGraph, 
                     strategy=row["strategy"],
                     packs=None if packs is None else tuple(packs),
                     independent=len(paired),
+                    is_in_bucket=isinstance(window := row.get("window"), Mapping) and bool(window.get("bucket")),
                 )
             )
     return tuple(SavedGraph(phase, tuple(sites), origin) for (_, phase), sites in graphs.items())
@@ -121,7 +130,7 @@ def match_saved_graph(graphs: Sequence[SavedGraph], phase: str, sites: Sequence[
         if difference is None:
             _warn_of_sizes(graph, sites)
             by = f"the saved plan {graph.origin}".strip()
-            return {s.id: Override(parse(s.strategy), by, packs=s.packs, independent=s.independent) for s in graph.sites}
+            return {s.id: s.override(by) for s in graph.sites}
         if best is None or difference[0] > best[0]:
             best = difference
     if best is not None:

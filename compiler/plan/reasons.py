@@ -27,7 +27,7 @@ class Reason(str, Enum):
     DISABLED_BY_USER = "disabled_by_user"
     """overlap="off", or an override requests "none"."""
     BELOW_THRESHOLD = "below_threshold"
-    """overlap="auto" and the payload is smaller than `min_bytes`."""
+    """overlap="auto" and the payload is smaller than `min_bytes`, and it fits into no bucket with others."""
     NO_GAIN = "no_gain"
     """overlap="auto" and no strategy is predicted to be faster than no overlap by more than the prediction error."""
     NO_MATMUL = "no_matmul"

@@ -37,7 +37,7 @@ _FIXED = {
     aten._reshape_alias.default,
 }
 """ATen ops whose result or legality depends on the strides of their inputs."""
-_ALIGNMENT = 16
+ALIGNMENT = 16
 """Bytes to which compiled code and attention kernels assume that tensors are aligned, whatever their offset is."""
 _OPS = {
     f"ub_overlap::{name}" for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "bulk", "compare")
@@ -197,7 +197,7 @@ def _takes_strides(user: Node, value: Any) -> bool:
 
 def _is_multiple(elements: Any, value: torch.Tensor) -> bool:
     """Return whether so many elements of `value` are known to be a multiple of the alignment."""
-    return isinstance(elements, int) and elements * value.element_size() % _ALIGNMENT == 0
+    return isinstance(elements, int) and elements * value.element_size() % ALIGNMENT == 0
 
 
 def _copy(graph: Graph, part: Node) -> None:

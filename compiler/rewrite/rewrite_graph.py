@@ -100,7 +100,7 @@ def _emit(e: Emitter, chosen: ChosenSite, name: str, packed: PackedOperands) -> 
     if isinstance(site, Fused):
         return rewrite_fused(e, site, strategy, name)
     if isinstance(site, Split):
-        return rewrite_split(e, site, strategy, name)
+        return rewrite_split(e, site, strategy, name, packed)
     return rewrite_bulk(e, site, strategy, name, packed)
 
 

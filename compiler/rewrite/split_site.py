@@ -6,6 +6,9 @@ A bucket is one such pair for several collectives (windows/buckets.py). Legend: 
     reduce_scatter   inputs [R * s, ..] -> [R, n] -> cat -> [R, N] -> [1, N] -> columns [1, n] -> [s, ..]
     all_reduce       inputs [s, ..] -> [1, n] -> cat -> [1, N] -> [1, N] -> columns [1, n] -> [s, ..]
 
+The columns are parts of a packed result (part_strides.py): they are copied where a reader needs the strides that were traced,
+and where the graph may not return views of one tensor.
+
 A hierarchical collective is two such pairs. Legend: H hosts of L ranks each; s rows of a shard.
 
     all_gather       [s] -> across hosts -> [H * s] -> within -> [L * H * s] -> reorder -> [H * L * s]
@@ -29,17 +32,21 @@ from ..match.collectives import Collective, Op, byte_dtype
 from ..match.site import FIRST_HALF, Split
 from ..plan.strategy import DispatchTable, Mode, Strategy
 from .narrow_input import emit_narrow
+from .packed_operands import PackedOperands
+from .part_strides import ALIGNMENT
 
 
-def rewrite_split(e: Emitter, m: Split, strategy: Strategy | DispatchTable, site: str) -> dict[Node, Node]:
-    """Emit the ops. Return the replacement of each node."""
+def rewrite_split(
+    e: Emitter, m: Split, strategy: Strategy | DispatchTable, site: str, packed: PackedOperands
+) -> dict[Node, Node]:
+    """Emit the ops. Return the replacement of each node. Adds the slices of a bucket's result to `packed`."""
     c = m.collective
     assert c.wait is not None and c.op is not None and isinstance(strategy, Strategy)
     if c.op is Op.ALL_TO_ALL:
         return _rewrite_all_to_all(e, m, site)
     schedule = str(Strategy(Mode.BULK, strategy.chunks))  # its steps are those of bulk
     if m.bucket:
-        return _rewrite_bucket(e, m, schedule, site)
+        return _rewrite_bucket(e, m, schedule, site, packed)
     tensor, out_dtype = _emit_sent(e, c)
     if m.halves:
         value = _emit_halves(e, m, tensor, schedule, site)
@@ -64,19 +71,22 @@ def _emit_scalings(e: Emitter, c: Collective, value: Node) -> Node:
     return value
 
 
-def _rewrite_bucket(e: Emitter, m: Split, schedule: str, site: str) -> dict[Node, Node]:
-    c, each = m.collective, (m.collective, *m.bucket)
-    sent = [_emit_sent(e, one) for one in each]
+def _rewrite_bucket(e: Emitter, m: Split, schedule: str, site: str, packed: PackedOperands) -> dict[Node, Node]:
+    c = m.collective
     rows = c.ranks if c.op is Op.REDUCE_SCATTER else 1
-    flat = [e.reshape(tensor, (rows, math.prod(shape_of(tensor)) // rows)) for tensor, _ in sent]
-    joined = e.call(aten.cat.default, flat, 1)
-    value = _emit_pair(e, c, joined, sent[0][1], m.slot, False, schedule, c.group, site)
+    sent = [(one, *_emit_sent(e, one)) for one in (c, *m.bucket)]
+    flat = [(one, e.reshape(tensor, (rows, math.prod(shape_of(tensor)) // rows))) for one, tensor, _ in sent]
+    out_dtype = sent[0][2]
+    flat.sort(key=lambda pair: shape_of(pair[1])[1] * out_dtype.itemsize % ALIGNMENT != 0)  # the others are aligned then
+    joined = e.call(aten.cat.default, [part for _, part in flat], 1)
+    value = _emit_pair(e, c, joined, out_dtype, m.slot, False, schedule, c.group, site)
     replaced: dict[Node, Node] = {}
     begin = 0
-    for one, part in zip(each, flat, strict=True):
+    for one, part in flat:
         assert one.wait is not None
         end = begin + shape_of(part)[1]
         columns = e.call(aten.slice.Tensor, value, 1, begin, end)
+        packed.parts.append(columns)
         result = _emit_scalings(e, one, e.reshape(columns, shape_of(one.node)))
         replaced |= {one.wait: result, one.node: result}
         begin = end

@@ -92,8 +92,6 @@ def choose_splits(
     if not planner.splits:
         return SplitChoice(*assign(found))
     kept = [planner.set_aside(i, alternatives) for i, alternatives in enumerate(found)]
-    for i in planner.joined(planner.splits):
-        kept[i] = replace(found[i], ranked=[])
     best: _Round | None = None
     given: set[int] = set()
     reduced = {i for i, alternatives in enumerate(found) if alternatives.ranked and kept[i] is not alternatives}
@@ -113,9 +111,7 @@ def choose_splits(
         given |= apart.keys()
         for i in apart or back:
             kept[i] = apart.get(i, found[i])
-            for m in planner.joined([i]):
-                kept[m] = found[m]
-            reduced -= {i, *planner.joined([i])}
+            reduced.discard(i)
         if not back:
             break
     assert best is not None
@@ -281,8 +277,8 @@ class _Planner:
         return {m.number for i in numbers for m in self.splits[i].bucket[1:]}
 
     def _place(self, items: Sequence[Item], open_splits: Mapping[int, SplitCandidate], order: FusionOrder) -> dict[int, Places]:
-        splits = list(open_splits.values())
-        moving = moving_nodes(s.window for s in splits)
+        moving = moving_nodes(s.window for s in open_splits.values())
+        splits = [s for s in open_splits.values() if not s.bucket or s.window.is_open(order, moving)]
         owners = [s for s in splits for _ in s.halves or (s,)]
         transfers = [t for s in splits for t in self._transfers(s, order, moving)]
         for k, s in enumerate(owners):

@@ -96,7 +96,7 @@ def find_splits(
         if not requested and not (costs.policy.may_split and costs.policy.is_weighed(device)):
             continue
         small = too_small(Split(c), costs.policy, requested, costs.hints)
-        may_share = all(a.strategy.is_fused for a in alternatives.ranked) and _fits_bucket(c)
+        may_share = not alternatives.ranked and _fits_bucket(c)
         # Across hosts the latency of a small collective is worth hiding too.
         priced = _price(c, costs, requested, small if c.hosts == 1 and not may_share else None)
         if isinstance(priced, Miss):

@@ -188,6 +188,14 @@ py::dict build_info() {
     return info;
 }
 
+// Returns the rank of a peer whose process is gone, -1 without one.
+int find_gone(ShmArena& arena) {
+    for (int rank = 0; rank < arena.ranks(); ++rank) {
+        if (arena.control(rank) && gone(arena.control(rank))) return rank;  // null: not attached yet
+    }
+    return -1;
+}
+
 // Throws the failure that a peer reported, or that a peer is gone. For waits outside the executor.
 void check_peers(ShmArena& arena, const std::string& op, const std::string& site) {
     if (const Failure* failure = arena.aborted()) {
@@ -195,8 +203,7 @@ void check_peers(ShmArena& arena, const std::string& op, const std::string& site
         if (seen.code == FailureCode::group_aborted) set_text(seen.op, op), set_text(seen.site, site);
         throw CallFailed(seen);
     }
-    for (int rank = 0; rank < arena.ranks(); ++rank) {
-        if (!arena.control(rank) || !gone(arena.control(rank))) continue;  // null: not attached yet
+    if (const int rank = find_gone(arena); rank >= 0) {
         Failure failure;
         failure.code = FailureCode::peer_died;
         failure.reporter = arena.rank();
@@ -323,7 +330,10 @@ PYBIND11_MODULE(_C, m) {
         .def("grow_commit", &ShmArena::grow_commit)
         .def("grow_abort", &ShmArena::grow_abort)
         .def("stop_sharing", &ShmArena::stop_sharing)
-        .def("check", &check_peers, py::arg("op"), py::arg("site"), "Raises where a peer has failed or its process is gone.");
+        .def("check", &check_peers, py::arg("op"), py::arg("site"), "Raises where a peer has failed or its process is gone.")
+        .def(
+            "has_lost_peer", [](ShmArena& arena) { return arena.aborted() || find_gone(arena) >= 0; },
+            "Whether `check` would raise. An error also writes the flight record.");
 
 #ifdef UB_OVERLAP_CUDA
     py::class_<cuda::CudaArena, Arena, std::shared_ptr<cuda::CudaArena>>(m, "CudaArena")

@@ -26,7 +26,12 @@ int64_t query_clusters(const void* kernel, int threads, int cluster) {
     config.gridDim = dim3(static_cast<unsigned>(cluster)), config.blockDim = dim3(static_cast<unsigned>(threads));
     config.attrs = &attribute, config.numAttrs = 1;
     int clusters = 0;
-    check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), "compute an occupancy of clusters");
+    const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    if (error == cudaErrorInvalidClusterSize || error == cudaErrorNotSupported) {
+        cudaGetLastError();  // clears it: this device runs without clusters of this size
+        return 0;
+    }
+    check(error, "compute an occupancy of clusters");
     return clusters;
 }
 

@@ -28,6 +28,8 @@ from ..session.wait_limit import WaitLimit
 _POLL_S = 0.05
 _REPORT_S = 5.0
 """Seconds that the ranks have to report a failure, at most the deadline of a step."""
+_GRACE_S = 10.0
+"""Seconds that a collective may go on after a peer of it is lost, at most the deadline of a step: others may be slow."""
 
 
 class _Current(threading.local):
@@ -128,7 +130,7 @@ def _name_failures(group: str, device: str) -> Iterator[None]:
 
 
 def _wait_on_host(work: Any, group: str, device: str) -> None:
-    """Wait until a collective ends, or `_REPORT_S` after a peer of the group has failed or its process is gone.
+    """Wait until a collective ends, or `_GRACE_S` after a peer of the group has failed or its process is gone.
 
     A peer may end as soon as it has its own result, so the collective gets that time to end here too.
     """
@@ -140,7 +142,7 @@ def _wait_on_host(work: Any, group: str, device: str) -> None:
             continue
         session.abort.check(_where(group))
         if limit is None and session.has_lost_peer():
-            limit = WaitLimit(min(_REPORT_S, settings.current().step_timeout_s))
+            limit = WaitLimit(min(_GRACE_S, settings.current().step_timeout_s))
         if limit is not None and limit.is_over():
             raise RuntimeError("a peer failed or its process is gone, and the collective did not end")
 

@@ -40,7 +40,8 @@ def abort(group: Group = None, *, reason: str = "") -> None:
 
     A forked child cannot abort its parent's groups: a ForkError where `group` is one, else they are left alone.
 
-    To go on, destroy the process group and make it again. Plain collectives of the group are c10d's to abort.
+    To go on, destroy the process group and make it again. Plain collectives in
+    flight are c10d's to abort; on the CPU our ops no longer wait for them.
     """
     frame = sys._getframe(1)
     by = f"ub_overlap.abort() in thread '{threading.current_thread().name}' at {frame.f_code.co_filename}:{frame.f_lineno}"

@@ -223,11 +223,7 @@ class Session:
 
     def has_lost_peer(self) -> bool:
         """Return whether a peer of this group has failed, or its process is gone."""
-        try:
-            self._check_peers()
-        except errors.UbOverlapError:
-            return True
-        return False
+        return self._arena is not None and bool(self._arena.has_lost_peer())
 
     def find_silent_ranks(self, op: str, site: str, text: str, seconds: float) -> tuple[int, ...]:
         """Report a failed collective to the peers. Return the ranks that report none within `seconds`."""

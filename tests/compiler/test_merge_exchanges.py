@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 
 from tests.compiler.dags import Dag, aten, c10d
 from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.graph.aten import read_cut
 from ub_overlap.compiler.joint.merge.merge_collectives import may_merge, merge_collectives
 from ub_overlap.compiler.joint.merge.merge_exchanges import merge_exchanges
 from ub_overlap.compiler.match.collectives import find_collectives
@@ -104,6 +105,26 @@ def count(graph: Graph) -> int:
     return len(graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default))
 
 
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_step_that_stays_keeps_its_wait(steps: int) -> None:
+    """The first repeated step is returned, and only the second one reads it, which is merged."""
+
+    def first_returned(d: Dag, k: Node, v: Node) -> list[Node]:
+        unread, *read = ring(d, k, v, steps=steps)
+        received = [n for n in d.graph.nodes if n.target is c10d.wait_tensor.default][-steps]
+        d.graph.erase_node(unread)
+        return [*read, received]
+
+    d = Dag(4)
+    k, v = d.input("k", ROWS // 2), d.input("v", ROWS // 2)
+    graph = d.output(*ring(d, k, v, (ROWS // 2, TO_THE_END), steps), *first_returned(d, k, v))
+    merge_collectives(graph)
+    graph.lint()
+    exchanges = graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default)
+    assert len(exchanges) == steps + 1
+    assert all(u.target is c10d.wait_tensor.default for n in exchanges for u in n.users) and all(n.users for n in exchanges)
+
+
 @pytest.mark.parametrize("name", REPEATS)
 def test_repeated_steps(name: str) -> None:
     """A step goes if its rows, its peers and its group are those of an earlier one; so does what only it has read."""
@@ -116,6 +137,13 @@ def test_repeated_steps(name: str) -> None:
         results = graph.output_node().all_input_nodes
         read = [[cut.args for cut in result.all_input_nodes] for result in results]
         assert read[:2] == read[2:], "both halves spell their slices alike, as torch merges equal nodes only"
+
+
+def test_a_slice_from_before_the_start() -> None:
+    """torch takes the start for 0."""
+    d = Dag(4)
+    cut = d.call(aten.slice.Tensor, d.input("x", ROWS), 0, -2 * ROWS, ROWS // 2)
+    assert read_cut(cut) == (cut.args[0], 0, 0, ROWS // 2)
 
 
 def test_a_graph_that_repeats_nothing() -> None:

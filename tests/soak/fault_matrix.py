@@ -26,6 +26,8 @@ QUICK_SPLIT = (("between", "split RS"), ("between", "A2A rounds"), ("dies", "coa
 """(function, kind) of the split faults that a quick run tries."""
 ABORTED = ("GroupAbortedError", "PeerFailedError")
 TIMEOUT, FAILED, MISMATCH, SHAPE = ("PeerTimeoutError",), ("PeerFailedError",), ("SiteMismatchError",), ("ShapeMismatchError",)
+GRACE_S = 10.0
+"""Seconds until a plain collective whose peer is lost ends (runtime/ops/plain_collective.py)."""
 PATIENCE = 10.0
 """Trials with a dead process have a deadline so many times longer, and the same limit: ranks see a dead process at once."""
 
@@ -157,7 +159,8 @@ def play(fault: Fault, device: str, ranks: int, deadline: float, victim: int = 1
         timeout=90 + 4 * patience * deadline,
         wait_for=living,
     )
-    limit_s = 2 * deadline + spare_s
+    least_s = GRACE_S if fault.function == "orphans" else 0.0
+    limit_s = max(2 * deadline, least_s) + spare_s
     bad = [f"rank {r}: {why}" for r in living if (why := judge(fault, outcomes[r], limit_s, victim, device == "cuda"))]
     took = time.monotonic() - clock
     if bad:

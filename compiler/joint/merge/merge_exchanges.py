@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ...graph.aten import aten, dtype_of, is_elementwise, is_mutable, is_random, read_cut, shape_of, storage_node
+from ...graph.aten import aten, c10d, dtype_of, is_elementwise, is_mutable, is_random, read_cut, shape_of, storage_node
 from ...graph.joint_graph import is_in_backward, region_of
 from ...match.all_to_all import is_permute, split_args
 from ...match.collectives import Collective, Op
@@ -85,7 +85,8 @@ def _erase_unread(graph: Graph, node: Node) -> None:
     while todo:
         node = max(todo)  # the last in graph order: what reads it was seen before
         todo.remove(node)
-        if not node.users and _passes_elements_on(node):
+        # Another exchange keeps its wait: DCE would remove one without, on this rank only.
+        if not node.users and node.target is not c10d.wait_tensor.default and _passes_elements_on(node):
             todo.update(node.all_input_nodes)
             graph.erase_node(node)
 
