@@ -17,10 +17,9 @@ from ub_overlap.runtime import ops
 from ub_overlap.runtime.extension import extension
 from ub_overlap.runtime.ops.schedule_provider import ScheduleProvider
 from ub_overlap.runtime.session import bind as binding
-from ub_overlap.runtime.session import flight, watchdog
+from ub_overlap.runtime.session import watchdog
 from ub_overlap.runtime.session.arena_size import SIZE_STEP, round_slot_bytes
 from ub_overlap.runtime.session.session import Session
-from ub_overlap.runtime.session.site_mismatch import make_error
 from ub_overlap.runtime.session.store_exchange import Exchange
 from ub_overlap.tools.rank_process import World
 
@@ -65,19 +64,13 @@ class MirrorGroups:
             raise ValueError(f"mirror mode is for groups of more than {PROCESSES} ranks, got {ranks}")
         self.world, self.ranks = world, ranks
         extension().testing.set_mirrored(True)
-        self._install(MirrorProvider(), self._bind)
+        ops.install(MirrorProvider(), self._bind)
 
     def close(self) -> None:
         """Close the sessions, and serve real groups again."""
         extension().close_all()
         extension().testing.set_mirrored(False)
-        self._install(ScheduleProvider(), binding.bind)
-
-    @staticmethod
-    def _install(provide: Any, bind: Any) -> None:
-        extension().install(
-            provide=provide, bind=bind, fallback=ops.run_fallback, make_error=make_error, on_error=flight.attach
-        )
+        ops.install(ScheduleProvider(), binding.bind)
 
     def new_group(self) -> str:
         """Make a group, and return its c10d name. Collective."""

@@ -94,17 +94,22 @@ def run_fallback(op: str, *args: Any) -> Any:
         return definition.fallback(definition.arguments(*args))
 
 
+def install(provide: Any, bind: Any) -> None:
+    """Give C++ the functions that it calls. `provide`: of schedules; `bind`: of sessions."""
+    _C.install(
+        provide=provide,
+        bind=bind,
+        fallback=run_fallback,
+        make_error=make_error,
+        on_error=flight.attach,
+        warn=logging.getLogger("ub_overlap").warning,
+    )
+
+
 _C = load()
 for _definition in DEFINITIONS.values():
     _definition.register()
-_C.install(
-    provide=ScheduleProvider(),
-    bind=bind,
-    fallback=run_fallback,
-    make_error=make_error,
-    on_error=flight.attach,
-    warn=logging.getLogger("ub_overlap").warning,
-)
+install(ScheduleProvider(), bind)
 inherited_groups.install(_C)
 settings.apply()
 # Sessions hold Python objects, so they must be closed while the interpreter lives.
