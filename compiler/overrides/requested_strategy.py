@@ -36,6 +36,8 @@ class Override:
     """The packs to use, as in `Decision`; None leaves the choice to the option `pack`."""
     independent: int = 0
     """The number of independent matmuls that a site with a given strategy takes besides its own, as in a saved plan."""
+    bucket: str = ""
+    """A name that the collectives of one bucket share, as in a saved plan."""
 
 
 def is_requestable(text: object) -> bool:

@@ -44,14 +44,11 @@ class SavedSite:
     """As in `Decision`; None for a plan of a version without packs."""
     independent: int = 0
     """The number of its independent matmuls."""
-    is_in_bucket: bool = False
-    """Whether it was sent together with others."""
+    bucket: str = ""
+    """The site that sent it together with others."""
 
     def override(self, by: str) -> Override:
-        """Return the request for this site. Buckets are chosen again: alone, their collectives would be split one by one."""
-        if self.is_in_bucket:
-            return Override(None, by)
-        return Override(parse(self.strategy), by, packs=self.packs, independent=self.independent)
+        return Override(parse(self.strategy), by, packs=self.packs, independent=self.independent, bucket=self.bucket)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +110,7 @@ def parse_saved_plan(plan: Mapping[str, Any], origin: str) -> tuple[SavedGraph, 
                     strategy=row["strategy"],
                     packs=None if packs is None else tuple(packs),
                     independent=len(paired),
-                    is_in_bucket=isinstance(window := row.get("window"), Mapping) and bool(window.get("bucket")),
+                    bucket=str(window.get("bucket") or "") if isinstance(window := row.get("window"), Mapping) else "",
                 )
             )
     return tuple(SavedGraph(phase, tuple(sites), origin) for (_, phase), sites in graphs.items())

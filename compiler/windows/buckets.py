@@ -42,6 +42,16 @@ def form_buckets(
     """Return the candidates with small ones in buckets, each at the number of its first. Small ones without others are left
     out, but for those across hosts."""
     result = {i: s for i, s in splits.items() if not s.is_small}
+    requested: dict[str, list[SplitCandidate]] = {}
+    for s in splits.values():
+        if s.requested_bucket:
+            requested.setdefault(s.requested_bucket, []).append(s)
+    for members in requested.values():
+        if len({_class_of(m) for m in members}) == 1 < len(members):
+            for m in members:
+                result.pop(m.number, None)
+            bucket = _join(members, costs)
+            result[bucket.number] = bucket
     classes: dict[tuple[Any, ...], list[SplitCandidate]] = {}
     for s in splits.values():
         if s.is_small and hidden_us(*bounds[s.number]) >= s.times.transfer_us:

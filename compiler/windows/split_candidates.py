@@ -63,6 +63,8 @@ class SplitCandidate:
     """The hierarchical form, where it may have one."""
     is_small: bool = field(default=False, kw_only=True)
     """Below the threshold of the options: it is sent in a bucket, or left alone."""
+    requested_bucket: str = field(default="", kw_only=True)
+    """The bucket that a saved plan has it in."""
     bucket: tuple[SplitCandidate, ...] = ()
     """Of a bucket: all collectives in it, of which this stands for the first."""
 
@@ -111,7 +113,8 @@ def find_splits(
         if requested or not is_inner or candidate.match is None:
             by_order = is_in_ring(window, parameters)
             split = _split_candidate(i, window, priced, requested, costs, widening, by_order)
-            splits[i] = replace(split, is_inner=is_inner, is_small=bool(small) and may_share and not is_inner)
+            is_small, bucket = bool(small) and may_share and not is_inner, override.bucket if override and may_share else ""
+            splits[i] = replace(split, is_inner=is_inner, is_small=is_small, requested_bucket=bucket)
     return splits
 
 

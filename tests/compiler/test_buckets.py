@@ -278,9 +278,12 @@ def return_statistics(rank: int, world: int) -> str:
     return f"views: {shared}" if shared else ""
 
 
-def test_a_saved_plan_forms_its_buckets_again() -> None:
+@pytest.mark.parametrize("overlap", ["auto", "force", "off"])
+def test_a_saved_plan_has_its_buckets(overlap: Any) -> None:
+    """Whatever would be chosen without it."""
     found = plan(norms(16))
-    saved = Options(profile="h200", overrides=parse({"overrides": json.loads(found.to_json())}, frozenset())[0].overrides)
+    overrides = parse({"overrides": json.loads(found.to_json())}, frozenset())[0].overrides
+    saved = Options(profile="h200", overlap=overlap, overrides=overrides)
     assert buckets(plan(norms(16), saved).decisions) == buckets(found.decisions) != ["-"] * 16
 
 

@@ -149,5 +149,5 @@ def compiled(rank: int, world: int, path: str) -> list[tuple[str, str, str]]:
         for p in blocks.parameters():
             p.copy_(torch.randn_like(p) / p.shape[-1] ** 0.5)
     x = torch.randn(block_input(SMALL).shape, dtype=torch.bfloat16, requires_grad=True)
-    options = {"overlap": "force", "inner": "aot_eager", "overrides": path, "on_unmatched": "error"}
+    options = {"overlap": "force", "inner": "aot_eager", "overrides": path}  # gathers of norms are unmatched: "non_linear"
     return [(d.id, d.kind.value, str(d.strategy)) for d in decisions_of(blocks, (x,), options)]
