@@ -95,14 +95,18 @@ class Window:
 
         `moving`: the waits and trails of windows. What they feed does not move in front of them.
         """
-        ranges = [w._own_bounds(order, moving) for w in self.each]
-        first, last = max(first for first, _ in ranges), min(last for _, last in ranges)
+        first, last = self._common_bounds(order, moving)
         return min(first, last), last
 
     def is_open(self, order: FusionOrder, moving: Mapping[Node, object]) -> bool:
         """Return whether there is a place for both the start and the finish of all that is sent together."""
+        first, last = self._common_bounds(order, moving)
+        return first <= last
+
+    def _common_bounds(self, order: FusionOrder, moving: Mapping[Node, object]) -> tuple[int, int]:
+        """Return the latest first and the earliest last position of all that is sent together."""
         ranges = [w._own_bounds(order, moving) for w in self.each]
-        return max(first for first, _ in ranges) <= min(last for _, last in ranges)
+        return max(first for first, _ in ranges), min(last for _, last in ranges)
 
     def _own_bounds(self, order: FusionOrder, moving: Mapping[Node, object]) -> tuple[int, int]:
         own = order.position[self.collective.node]

@@ -39,32 +39,27 @@ Hidden = Callable[[int, int], float]
 def form_buckets(
     splits: Mapping[int, SplitCandidate], bounds: Bounds, hidden_us: Hidden, costs: SiteCosts
 ) -> dict[int, SplitCandidate]:
-    """Return the candidates with small ones in buckets, each at the number of its first. Small ones without others are left
-    out, but for those across hosts."""
-    result = {i: s for i, s in splits.items() if not s.is_small}
+    """Return the candidates with small ones in buckets, each at the number of its first.
+
+    What is in no bucket and may not be split alone is left out.
+    """
     requested: dict[str, list[SplitCandidate]] = {}
+    classes: dict[tuple[Any, ...], list[SplitCandidate]] = {}
     for s in splits.values():
         if s.requested_bucket:
             requested.setdefault(s.requested_bucket, []).append(s)
-    for members in requested.values():
-        if len({_class_of(m) for m in members}) == 1 < len(members):
+        if s.is_small and hidden_us(*bounds[s.number]) >= s.times.transfer_us:
+            classes.setdefault(_class_of(s), []).append(s)
+    groups = [members for members in requested.values() if len({_class_of(m) for m in members}) == 1]
+    groups += [members for alike in classes.values() for members in _cut(alike, bounds, hidden_us)]
+    result = {i: s for i, s in splits.items() if s.may_be_alone}
+    for members in groups:
+        if len(members) > 1:
             for m in members:
                 result.pop(m.number, None)
             bucket = _join(members, costs)
             result[bucket.number] = bucket
-    classes: dict[tuple[Any, ...], list[SplitCandidate]] = {}
-    for s in splits.values():
-        if s.is_small and hidden_us(*bounds[s.number]) >= s.times.transfer_us:
-            classes.setdefault(_class_of(s), []).append(s)
-    joined: set[int] = set()
-    for alike in classes.values():
-        for members in _cut(alike, bounds, hidden_us):
-            if len(members) > 1:
-                bucket = _join(members, costs)
-                result[bucket.number] = bucket
-                joined.update(m.number for m in members)
-    across = {i: s for i, s in splits.items() if s.is_small and i not in joined and s.window.collective.hosts > 1}
-    return dict(sorted((result | across).items()))
+    return dict(sorted(result.items()))
 
 
 def _class_of(s: SplitCandidate) -> tuple[Any, ...]:

@@ -188,7 +188,7 @@ class _Planner:
     def _in_buckets(self) -> dict[int, SplitCandidate]:
         """Return the candidates with small ones in buckets, which ranks with other graphs could not agree on."""
         if self.may_differ:
-            return {i: s for i, s in self.splits.items() if not s.is_small or s.window.collective.hosts > 1}
+            return {i: s for i, s in self.splits.items() if s.may_be_alone}
         moving = moving_nodes(s.window for s in self.splits.values())
         bounds = {i: s.window.bounds(self._plain_order, moving) for i, s in self.splits.items() if s.is_small}
         until = [0.0, *accumulate(self._clock)]

@@ -69,6 +69,11 @@ class SplitCandidate:
     """Of a bucket: all collectives in it, of which this stands for the first."""
 
     @property
+    def may_be_alone(self) -> bool:
+        """Whether it may be split without a bucket. Across hosts the latency of a small collective is worth hiding too."""
+        return not self.is_small or self.window.collective.hosts > 1
+
+    @property
     def best_times(self) -> SplitTimes:
         return self.zero_copy_times or self.times
 
