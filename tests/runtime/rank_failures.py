@@ -48,11 +48,12 @@ def never_calls(rank: int, world: int, step_s: float) -> list[dict[str, Any]]:
     """The last rank skips its second call. Return also the error of a later call."""
     name = fresh(world)
     with reset():
-        settings.configure(step_timeout_s=step_s)
         gather(name, rank, world, 4)
         dist.barrier()
+        settings.configure(step_timeout_s=step_s)
         found = [attempt(lambda: rank == world - 1 or gather(name, rank, world, 4))]
         dist.barrier()
+        settings.configure(step_timeout_s=100.0)
         return [*found, attempt(lambda: gather(name, rank, world, 4))]
 
 

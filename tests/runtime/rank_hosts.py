@@ -102,8 +102,9 @@ def dies_between(rank: int, world: int, step_s: float) -> dict[str, Any]:
 def stays_away(rank: int, world: int, step_s: float) -> dict[str, Any]:
     """The last rank does not start; it lives."""
     with one_rank_a_host(world) as name:
-        settings.configure(step_timeout_s=step_s)
         gather(name, rank, world, 4)
+        dist.barrier()
+        settings.configure(step_timeout_s=step_s)
         found = {}
         if rank != world - 1:
             shard = data(4, 4, seed=rank)

@@ -25,7 +25,7 @@ def test_a_rank_that_skips_a_call(pools: dict[int, RankPool]) -> None:
         assert "rank 2 of the group did not arrive" in first["text"]
         assert "all_gather_matmul at site '/g', phase READY" in first["text"]
         assert then["error"] == "SessionPoisonedError"
-        assert then["seconds"] < STEP, "it does not wait for a deadline again"
+        assert then["seconds"] < SLACK, "it does not wait for the deadline, which is longer by then"
     # The rank that skipped the call gets the error at its next call.
     assert found[2][1]["error"] == "PeerTimeoutError"
     assert found[2][1]["ranks"] == (2,)
