@@ -42,6 +42,7 @@ from .joint.activation_memory import apply_save_policy
 from .joint.decompose_collectives import decompose_collectives, may_decompose
 from .joint.merge.merge_amax_reductions import merge_amax_reductions
 from .joint.merge.merge_collectives import may_merge, merge_collectives
+from .joint.repeats.send_once import may_send_once, send_once
 from .joint.scatter_first import mesh_signature, scatter_first
 from .match.amax_reductions import mark_amax_reductions
 from .match.site import Fused
@@ -105,16 +106,23 @@ class JointPass(_Pass):
     """Decompose, merge and reorder collectives, insert and hoist float8 casts, and apply the memory budget."""
 
     def __call__(self, graph: Graph) -> None:
-        merges = settings.current().merge_collectives and self.options.overlap != "off" and may_merge(graph)
+        reforms = settings.current().merge_collectives and self.options.overlap != "off"
+        merges = reforms and may_merge(graph)
         has_float8 = bool(graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))
         reorders = self.options.scatter_first and self.options.overlap != "off"
         decomposes = self.options.overlap != "off" and may_decompose(graph)
-        may_change = merges or has_float8 or self.options.fp8.is_on or reorders or decomposes
+        repeats = reforms and (decomposes or may_send_once(graph))
+        may_change = merges or repeats or has_float8 or self.options.fp8.is_on or reorders or decomposes
         recorder = SnapshotRecorder(graph, "joint", settings.current().snapshots and may_change)
         recorder.before()
         policy = Policy.of(self.options)
         decomposed = decompose_collectives(graph) if decomposes else 0
-        changes = {"ops with collectives inside": decomposed, **self._rewrite(graph, policy, merges, has_float8)}
+        narrowed = send_once(graph) if repeats else 0
+        changes = {
+            "ops with collectives inside": decomposed,
+            "collectives without repeats": narrowed,
+            **self._rewrite(graph, policy, merges, has_float8),
+        }
         mark_amax_reductions(graph)
         shards = apply_save_policy(graph, self.options, policy)
         self.joint_snapshot.joint = recorder.after() if any(changes.values()) else None

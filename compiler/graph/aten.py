@@ -23,11 +23,12 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 c10d = torch.ops._c10d_functional
 
-_VIEWS = {
+VIEWS = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default,
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints,
     aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten._reshape_alias.default,
 }  # fmt: skip
+"""Ops that keep the elements in row-major order: views, and copies of the same shape."""
 _SHARES = {operator.getitem, aten._unsafe_view.default, c10d.wait_tensor.default}
 """Ops that share their input's memory although their schema does not say so."""
 CUTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
@@ -188,7 +189,7 @@ def element_effect(node: Node) -> ElementEffect | None:
     before, after = tensor_of(src), tensor_of(node)
     if before is None or after is None:
         return None
-    if node.target in _VIEWS:
+    if node.target in VIEWS:
         return ElementEffect(Effect.SAME, src) if before.dtype == after.dtype else None
     if node.target is aten.view.dtype:
         if before.dtype == after.dtype:

@@ -31,10 +31,10 @@ class JointDecision:
     """all_reduces: whether it reduces the amax values that scales are computed from."""
     reordered: str = ""
     """all_reduces: the meshes of a reduction that scatter_first moved in front, and of its own, equal on all ranks."""
-    order_note: str = ""
-    """Reductions: what scatter_first changed, or why it left their order."""
+    change_note: str = ""
+    """What scatter_first or send_once changed, or why scatter_first left an order."""
     saved_bytes: int | None = 0
-    """Reductions: bytes that a rank sends less than in the traced graph. None where dynamic."""
+    """Bytes that a rank sends less than in the traced graph. None where dynamic."""
     why_unmatched: tuple[Reason, str] | None = None
     """Gathers: the reason why casts to float8 stay after it."""
 

@@ -74,7 +74,7 @@ def scatter_first(graph: Graph) -> int:
         if pair is None:
             continue
         if why := _why_not(pair, limits):
-            record_decision(scatter.node, order_note=f"not moved in front of {pair.reduce.node.name}: {why}")
+            record_decision(scatter.node, change_note=f"not moved in front of {pair.reduce.node.name}: {why}")
             continue
         _reorder(graph, pair)
         count += 1
@@ -182,6 +182,6 @@ def _reorder(graph: Graph, pair: _Pair) -> None:
     record_decision(
         reduced,
         reordered=f"{dims[1]}, then {dims[0]}",
-        order_note=note if sent is None else f"{note}: sends {sent} bytes instead of {traced}",
+        change_note=note if sent is None else f"{note}: sends {sent} bytes instead of {traced}",
         saved_bytes=None if sent is None or traced is None else traced - sent,
     )

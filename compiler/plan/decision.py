@@ -211,7 +211,7 @@ class Decision:
     rounds: bool = False
     """Whether a reduction's input is rounded to `sent_dtype` (option reduce_dtype). Else it had that type before a cast."""
     saved_bytes: int | None = 0
-    """Bytes that a rank sends less than in the traced graph: in a narrower type, or a shard (`reordered`). None: dynamic."""
+    """Bytes that a rank sends less than traced: in a narrower type, a shard (`reordered`), or repeats once. None: dynamic."""
     reordered: str = ""
     """An all_reduce behind a reduce_scatter that it was traced in front of: the meshes of both (option scatter_first)."""
     scale: float = 1.0

@@ -104,7 +104,7 @@ def make_decision(
         strategy=alternative.strategy if alternative else NONE,
         reason=assignment.miss.reason if assignment.miss else None,
         detail="; ".join(
-            filter(None, (explanation, *map(str, filter(None, (window, assignment.estimate, saved, joint.order_note)))))
+            filter(None, (explanation, *map(str, filter(None, (window, assignment.estimate, saved, joint.change_note)))))
         ),
         predicted=tuple((text, round(p.us, 2)) for text, p in choice.predictions.items()) if choice else (),
         work=reported_sizes(candidate, shown, context.hints, wire_dtype),

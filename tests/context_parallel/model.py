@@ -76,9 +76,12 @@ class Sdpa(nn.Module):
 class Attention(nn.Module):
     """[B, S, D] -> the same."""
 
-    def __init__(self, width: int, heads: int, form: str, is_causal: bool, mesh: DeviceMesh | None) -> None:
+    def __init__(self, width: int, heads: int, form: str, is_causal: bool, mesh: DeviceMesh | None, kv_heads: int = 0) -> None:
+        """`kv_heads`: heads of keys and values, which are repeated for those of queries; 0: as many."""
         super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.repeats = heads // (kv_heads or heads)
+        self.wq, self.wo = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(width, width // self.repeats, bias=False) for _ in range(2))
         self.head_dim, self.form, self.is_causal = width // heads, form, is_causal
         self.group = mesh.get_group("cp") if mesh is not None else dist.group.WORLD
         self.flex, self.sdpa = Flex(), Sdpa()
@@ -92,6 +95,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: BlockMask | None = None) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+        if self.repeats > 1:
+            k, v = (t.repeat_interleave(self.repeats, 1) for t in (k, v))
         if self.form.endswith("flex"):
             return self.wo(self.flex(q, k, v, mask).transpose(1, 2).flatten(2))
         group = self.group
@@ -119,10 +124,11 @@ class Net(nn.Module):
         width: int = 64,
         heads: int = 4,
         mesh: DeviceMesh | None = None,
+        kv_heads: int = 0,
     ) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.layers = nn.ModuleList(Attention(width, heads, form, is_causal, mesh) for _ in range(layers))
+        self.layers = nn.ModuleList(Attention(width, heads, form, is_causal, mesh, kv_heads) for _ in range(layers))
         if mesh is not None and "tp" in (mesh.mesh_dim_names or ()):
             for layer in self.layers:
                 parallelize_module(layer, mesh["tp"], GATHERED_INPUT)

@@ -77,3 +77,19 @@ def test_four_ranks_that_rotate(pool4: RankPool, options: dict[str, Any], load_b
         details = {d.detail for d in plans[0].decisions if d.strategy.mode is Mode.MERGED}
         assert details == {f"backward reads the result of forward.{i}" for i in range(2 * 3)}
     assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
+
+
+@pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
+def test_grouped_heads(pool4: RankPool, options: dict[str, Any], rotation: str) -> None:
+    """Each key and value is repeated for 2 query heads. All messages are half as large, with one plan on all ranks.
+
+    Ranks skip steps. So they add up other gradients, and all of them send sums of two heads.
+    """
+    whole, half = (pool4.run(compare_forms, "sdpa", options, rotation, False, True, kv_heads=kv_heads) for kv_heads in (0, 2))
+    for (_, before), (error, plans) in zip(whole, half, strict=True):
+        assert error < 1e-5
+        assert counts(plans) == counts(before)
+        sent = [[d.bytes for d in plan.decisions if d.bytes is not None] for plan in plans]
+        assert [[2 * n for n in graph] for graph in sent] == [[d.bytes for d in p.decisions if d.bytes] for p in before]
+        assert all(d.saved_bytes == d.bytes for plan in plans for d in plan.decisions if d.bytes is not None)
+    assert len({tuple(plan.digest for plan in plans) for _, plans in half}) == 1

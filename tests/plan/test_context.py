@@ -23,16 +23,16 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 
 def test_forms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Each form sends what it must, in bf16; gradients of a ring travel in fp32."""
+    """Each form sends what it must, in bf16; gradients of a ring travel in fp32. Repeated heads travel once."""
     step = plan(capsys, "--cp", str(RANKS), "--html", str(tmp_path / "page.html"))
     forms = {f["form"]: f for f in step["context_parallel"]["forms"]}
     assert forms.keys() == {*CP_FORMS} and not step["context_parallel"]["refused"]
     positions, kv = SEQ // RANKS, KV_HEADS * WIDTH
     shard, whole_heads = 2 * positions * kv, 2 * positions * HIDDEN  # of k, in bf16
-    dkv = RANKS * 2 * 2 * whole_heads
+    dkv = RANKS * 2 * 2 * shard
     assert forms["gathered"]["bytes_sent"] == 2 * 2 * (RANKS - 1) * shard
     assert forms["ulysses"]["bytes_sent"] == 2 * (2 * whole_heads + 2 * shard) * (RANKS - 1) // RANKS
-    assert forms["ring"]["bytes_sent"] == (RANKS - 1) * 2 * whole_heads + dkv
+    assert forms["ring"]["bytes_sent"] == (RANKS - 1) * 2 * shard + dkv
     assert forms["ring_all_to_all"]["bytes_sent"] == forms["ring"]["bytes_sent"]  # backward sends no keys and values
     for form in forms.values():
         assert 0 <= form["exposed_us"] <= form["exchange_us"] and form["step_us"] <= form["none_us"]

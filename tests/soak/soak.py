@@ -69,15 +69,19 @@ def soak(
 ) -> SoakReport:
     """Run random calls until `seconds` or `calls` are over, or an op raises. `first`: the number of the first call.
 
-    `least_samples`: a slow machine goes on behind `seconds` until it has so many samples of the resources, or to `limit_s`.
+    `least_samples`: a slow machine goes on behind `seconds` until it has so many samples of the resources and nothing seems to
+    grow, or to `limit_s`: a leak goes on, a warm-up ends.
     """
     report = SoakReport(ranks, seed, samples=[[] for _ in range(ranks)])
     begin = time.monotonic()
     before = list_segments()
 
     def is_time_left() -> bool:
-        limit = limit_s if len(report.samples[0]) < least_samples else seconds
-        return limit is None or time.monotonic() - begin < limit
+        passed = time.monotonic() - begin
+        if seconds is None or passed < seconds:
+            return True
+        is_open = len(report.samples[0]) < least_samples or (least_samples > 0 and any(map(find_leaks, report.samples)))
+        return is_open and passed < limit_s
 
     with RankPool(ranks) as pool:
         while (calls is None or report.calls < calls) and is_time_left():
