@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parallel.table import hidden
+from benchmarks.data_parallel import inductor_options as inductor
+from benchmarks.data_parallel.inductor_options import INDUCTOR_OVERLAP, INDUCTOR_SYMM, inductor_options
+from benchmarks.parallel.table import hidden, row_text
 from tests.test_benchmarks import FACTS, printed, torchrun
 
 
@@ -33,16 +35,19 @@ def test_data_parallel_on_cpu_ranks(
         "--graphs",
         "--forward",
     ]
+    arguments += ["--variants", "compute,inductor,inductor_overlap,fsdp2,fsdp2_ours,ddp,ddp_ours,ours"]
     out = torchrun(2, "benchmarks.data_parallel", [*arguments, "--ours", split, "--ours", 'off={"overlap": "off"}'])
     document: dict[str, Any] = json.loads(path.read_text())
     assert document.keys() >= FACTS and document["benchmark"] == "data_parallel"
     (size,) = document["rows"]
     variants = size["variants"]
-    assert list(variants) == ["compute", "inductor", "fsdp2", "fsdp2_ours", "split", "off"]
+    names = ["compute", "inductor", "inductor_overlap", "fsdp2", "fsdp2_ours", "ddp", "ddp_ours", "split", "off"]
+    assert list(variants) == names
+    assert "inductor_overlap needs --compiler inductor, not aot_eager" in variants.pop("inductor_overlap")["why"]["*"]
     for name, variant in variants.items():
         assert variant["step"] > 0 and variant["forward"] > 0, name
         assert variant["why"] == {"step_g": "needs CUDA"}
-    assert 0 <= variants["fsdp2_ours"]["error"] < 1e-3
+    assert all(0 <= variants[name]["error"] < 1e-3 for name in ("fsdp2_ours", "ddp", "ddp_ours"))
     assert variants["split"]["sites"] == "36 split" and variants["off"]["sites"] == "36 none"
     assert 0 <= variants["split"]["error"] < 1e-3
     assert "tiny, 2 layers, 32 tokens" in printed(path, capsys, monkeypatch) and "36 split" in out
@@ -52,6 +57,23 @@ def test_hidden_is_a_share_of_what_fsdp2_adds() -> None:
     variants = {"compute": {"step": 10.0}, "fsdp2": {"step": 14.0}, "ours": {"step": 11.0}}
     assert hidden(variants, "ours", "step", "fsdp2") == 0.75
     assert hidden(variants, "fsdp2", "step", "fsdp2") is None and hidden({}, "ours", "step", "fsdp2") is None
+
+
+def test_rivals_of_inductor_use_what_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduling = {"aten_distributed_optimizations.enable_overlap_scheduling": True}
+    assert inductor_options(INDUCTOR_OVERLAP, "inductor", is_cuda=False) == scheduling
+    with pytest.raises(RuntimeError, match="needs --compiler inductor"):
+        inductor_options(INDUCTOR_OVERLAP, "aot_eager", is_cuda=True)
+    low_contention = {*scheduling, "aten_distributed_optimizations.enable_low_contention_collectives"}
+    monkeypatch.setattr(inductor, "known_options", lambda: low_contention)
+    assert inductor_options(INDUCTOR_SYMM, "inductor", is_cuda=True).keys() == low_contention
+    with pytest.raises(RuntimeError, match="need CUDA"):
+        inductor_options(INDUCTOR_SYMM, "inductor", is_cuda=False)
+    monkeypatch.setattr(inductor, "known_options", lambda: set(scheduling))
+    with pytest.raises(RuntimeError, match="has no option .*enable_low_contention_collectives"):
+        inductor_options(INDUCTOR_SYMM, "inductor", is_cuda=True)
+    variants = {"inductor_overlap": {"why": {}, "settings": scheduling}}
+    assert f"inductor_overlap sets {json.dumps(scheduling)}" in row_text("8b", {"variants": variants}, "simple", "", str)
 
 
 def test_without_inductor(tmp_path: Path) -> None:

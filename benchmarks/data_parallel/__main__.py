@@ -2,13 +2,13 @@
 
     torchrun --nproc-per-node N -m benchmarks.data_parallel [--size 8b,70b] [--layers 4] [--seq 4096] [--json OUT]
 
-The variants are those of variants.py; --ours NAME=JSON adds one of ours with these options. By default: all but fsdp2_symm
-(which runs alone: --variants compute,fsdp2,fsdp2_symm), ours, and zero3, whose backward gathers every weight again as FSDP2's
-does, each also with split collectives off, and zero3 with zero-copy gathers. Milliseconds, median over --iters, maximum over
-ranks; the variants alternate. Hidden: the share of FSDP2's time over compute that a variant does not take. Peak memory: of a
-step, over what is allocated before it. Landing memory is not in it: all variants of ours share that, and it has a column of its
-own. With {"verify": true} in its options a variant prints the largest error of its sites against the plain collectives; its
-times mean nothing.
+The variants are those of variants.py; --ours NAME=JSON adds one of ours with these options. By default: compute, inductor,
+fsdp2, fsdp2_ours, ours, and zero3, whose backward gathers every weight again as FSDP2's does, each also with split collectives
+off, and zero3 with zero-copy gathers. fsdp2_symm runs without ours: --variants compute,fsdp2,fsdp2_symm. Milliseconds, median
+over --iters, maximum over ranks; the variants alternate. Hidden: the share of FSDP2's time over compute that a variant does not
+take. Peak memory: of a step, over what is allocated before it. Landing memory is not in it: all variants of ours share that,
+and it has a column of its own. With {"verify": true} in its options a variant prints the largest error of its sites against the
+plain collectives; its times mean nothing.
 --hosts N declares the ranks to be on N hosts: variants of ours then split collectives over c10d (NCCL), as across hosts.
 --waterfall shows where the step of each variant spends its time, by class of kernel, against compute.
 """
@@ -25,8 +25,21 @@ from ..blocks.model import SIZES
 from ..parallel.flags import add_graph_flags, add_run_flags, options_of
 from ..parallel.run import ParallelRun, run_benchmark
 from ..parallel.variant import COMPUTE, INDUCTOR, ParallelVariant, differences
+from .inductor_options import INDUCTOR_RIVALS
 from .table import text
-from .variants import FSDP2, FSDP2_OURS, FSDP2_SYMM, SHARDED, TORCH, ParallelContext, make, site_errors
+from .variants import (
+    DDP,
+    DDP_OURS,
+    FSDP2,
+    FSDP2_OURS,
+    FSDP2_SYMM,
+    HOOKED,
+    RIVALS,
+    TORCH,
+    ParallelContext,
+    make,
+    site_errors,
+)
 
 OURS: dict[str, dict[str, Any]] = {
     "ours": {},
@@ -50,10 +63,10 @@ def parse_flags() -> argparse.Namespace:
     args.options = options_of(args.ours, OURS)
     names = (args.variants or ",".join((*TORCH, FSDP2_OURS, *args.options))).split(",")
     args.variants = [n for name in names for n in (args.options if name == "ours" and args.ours else [name])]
-    known = (*TORCH, FSDP2_OURS, FSDP2_SYMM, *args.options)
+    known = (*TORCH, *RIVALS, *args.options)
     if unknown := [*({*args.variants} - {*known}), *({*args.size.split(",")} - {*SIZES})]:
         parser.error(f"{', '.join(unknown)}: expected sizes of {', '.join(SIZES)} and variants of {', '.join(known)}")
-    if FSDP2_SYMM in args.variants and {FSDP2_OURS, *args.options} & {*args.variants}:
+    if FSDP2_SYMM in args.variants and {FSDP2_OURS, DDP_OURS, *args.options} & {*args.variants}:
         parser.error(f"{FSDP2_SYMM} sets torch's symmetric memory to NCCL's for the whole process: run it without ours")
     return args
 
@@ -73,19 +86,21 @@ class DataParallelRun(ParallelRun):
         variants = self.compile_all(row, lambda name: make(name, context))
         self.compare(variants, row)
         self.time_all(variants, row)
-        sharded = [name for name in SHARDED if world.cuda and name in variants]
-        self.take_apart(variants, row, dict.fromkeys(sharded, "FSDP2's hooks are not captured"))
+        hooked = [name for name in HOOKED if world.cuda and name in variants]
+        self.take_apart(variants, row, dict.fromkeys(hooked, "hooks of FSDP2 and DDP are not captured"))
 
     def compare(self, variants: dict[str, ParallelVariant], row: dict[str, Any]) -> None:
         """Compare output and gradients with inductor. A variant with wrong numbers gets no times.
 
-        FSDP2 with other collectives is compared with FSDP2. Without inductor: output and the input's gradient with compute,
-        and all gradients with the first variant of ours.
+        FSDP2 and DDP with other collectives are compared with FSDP2 and DDP. Without inductor: output and the input's gradient
+        with compute, and all gradients with the first variant of ours.
         """
         rows = row["variants"]
         reference = variants.get(INDUCTOR) or variants.get(COMPUTE)
-        if FSDP2 in variants:
-            self.compare_with(FSDP2, [n for n in (FSDP2_OURS, FSDP2_SYMM) if n in variants], variants, row)
+        same = {FSDP2: (FSDP2_OURS, FSDP2_SYMM), DDP: (DDP_OURS,), INDUCTOR: (*INDUCTOR_RIVALS, DDP)}
+        for first, names in same.items():
+            if first in variants:
+                self.compare_with(first, [n for n in names if n in variants], variants, row)
         ours = [n for n in variants if n in self.args.options]
         first = variants[ours[0]] if ours else None
         for name in ours if reference is not None else ():

@@ -1,13 +1,17 @@
-"""Variants of Llama blocks under data parallelism: FSDP2, weights gathered in the graph, and the compute of one rank alone.
+"""Variants of Llama blocks under data parallelism: FSDP2, DDP, gathers in the graph, and the compute of one rank alone.
 
-    compute      whole weights, no communication
-    inductor     every linear and norm gathers its weight in the graph (ZeRO-3 by functional collectives), torch.compile
-    fsdp2        fully_shard of each block and of the model, each block compiled
-    fsdp2_ours   the same with ub_overlap.fsdp.install
-    fsdp2_symm   the same with set_symm_mem_for_comm, where torch has it; not in one run with ours, whose memory it breaks
-    others       as inductor, by our backend with the options of that name
+    compute            whole weights, no communication
+    inductor           every linear and norm gathers its weight in the graph (ZeRO-3 by functional collectives), torch.compile
+    inductor_overlap   the same with Inductor's overlap scheduling
+    inductor_symm      the same, with its low-contention collectives too (symmetric memory), where torch has them
+    fsdp2              fully_shard of each block and of the model, each block compiled
+    fsdp2_ours         the same with ub_overlap.fsdp.install
+    fsdp2_symm         the same with set_symm_mem_for_comm, where torch has it; not in one run with ours, whose memory it breaks
+    ddp                DistributedDataParallel around the model, each block compiled
+    ddp_ours           the same with ub_overlap.ddp.install
+    others             as inductor, by our backend with the options of that name
 
-Weights are sharded by rows. All ranks have the same weights and inputs of their own.
+Weights are sharded by rows; those of DDP are whole. All ranks have the same weights and inputs of their own.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import ub_overlap
 from ub_overlap.compiler.reports.history import HISTORY
@@ -31,11 +36,17 @@ from ub_overlap.tools.rank_process import World
 
 from ..blocks.model import BlockSizes, LlamaBlock, fresh_code
 from ..parallel.variant import COMPUTE, INDUCTOR, ParallelVariant, backend
+from .inductor_options import INDUCTOR_RIVALS, inductor_options
 
 FSDP2, FSDP2_OURS, FSDP2_SYMM = "fsdp2", "fsdp2_ours", "fsdp2_symm"
 TORCH = (COMPUTE, INDUCTOR, FSDP2)
 SHARDED = (FSDP2, FSDP2_OURS, FSDP2_SYMM)
 """Variants that use fully_shard."""
+DDP, DDP_OURS = "ddp", "ddp_ours"
+HOOKED = (*SHARDED, DDP, DDP_OURS)
+"""Variants that communicate in hooks, outside of the graphs."""
+RIVALS = (*INDUCTOR_RIVALS, FSDP2_OURS, FSDP2_SYMM, DDP, DDP_OURS)
+"""Variants next to those of TORCH, of ours by options, that have names of their own."""
 
 
 class GatheredWeight(nn.Module):
@@ -82,21 +93,32 @@ def make(name: str, context: ParallelContext) -> ParallelVariant:
         blocks = [LlamaBlock(context.sizes).to(context.dtype) for _ in range(context.layers)]
     model: nn.Module = fresh_code(nn.Sequential(*blocks))
     call: Any = model
-    if name in SHARDED:
-        _fully_shard(model, name, context.compiler)
+    arguments = backend(name, context.compiler, context.ours)
+    if name in INDUCTOR_RIVALS:
+        arguments = {"options": inductor_options(name, context.compiler, world.cuda)}
+    if name in HOOKED:
+        for block in model.children():
+            block.compile(**arguments)
+        call = _with_hooks(model, name)
     else:
         if name != COMPUTE:
             shard(model, world)
-        call = torch.compile(model, fullgraph=True, **backend(name, context.compiler, context.ours))
+        call = torch.compile(model, fullgraph=True, **arguments)
     torch.manual_seed(100 + world.rank)
     x, grad = (torch.randn((1, context.tokens, context.sizes.dim), device=world.device, dtype=context.dtype) for _ in range(2))
-    return ParallelVariant(name, model, call, x.requires_grad_(), grad).first_step(world)
+    settings = arguments["options"] if name in INDUCTOR_RIVALS else {}
+    return ParallelVariant(name, model, call, x.requires_grad_(), grad, settings=settings).first_step(world)
 
 
-def _fully_shard(model: nn.Module, name: str, compiler: str) -> None:
+def _with_hooks(model: nn.Module, name: str) -> nn.Module:
+    """Let FSDP2 or DDP communicate for `model`, whose blocks are compiled. Return what is called."""
+    if name in (DDP, DDP_OURS):
+        replicated = DistributedDataParallel(model)
+        if name == DDP_OURS:
+            ub_overlap.ddp.install(replicated)
+        return replicated
     for block in model.children():
         fully_shard(block)
-        block.compile(backend=compiler)
     fully_shard(model)
     if name == FSDP2_OURS:
         ub_overlap.fsdp.install(model)
@@ -106,6 +128,7 @@ def _fully_shard(model: nn.Module, name: str, compiler: str) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_symm_mem_for_comm()
+    return model
 
 
 def shard(model: nn.Module, world: World) -> None:

@@ -47,6 +47,8 @@ class ParallelRun(VariantRun):
                 row["variants"][name]["why"]["*"] = f"--budget-s {self.args.budget_s:g} is spent"
             else:
                 self.compile(name, lambda name=name: make(name), variants, row["variants"])
+                if name in variants and variants[name].settings:
+                    row["variants"][name]["settings"] = dict(variants[name].settings)
         return variants
 
     def compare_with(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,8 @@ def hidden(variants: dict[str, Any], name: str, kind: str, baseline: str) -> flo
 def row_text(title: str, row: dict[str, Any], style: str, what: str, baseline_of: Callable[[str], str]) -> str:
     """Return the table of one row of a document: ms, time over compute, share of the baseline's exposed time, peak memory.
 
-    `what`: the baseline's name. `baseline_of`: the variant with which a variant is compared. Below: why numbers are missing.
+    `what`: the baseline's name. `baseline_of`: the variant with which a variant is compared. Below: switches of torch that
+    variants set, and why numbers are missing.
     """
     variants = row["variants"]
     kinds = [kind for kind in KINDS if any(v.get(kind) for v in variants.values())]
@@ -43,5 +45,6 @@ def row_text(title: str, row: dict[str, Any], style: str, what: str, baseline_of
         lines.append(line)
     titles = {f"over compute {kind}": "over compute" for kind in kinds}
     titles |= {f"hidden {kind}": f"of {what}'s hidden" for kind in kinds}
-    notes = [f"no {name} {kind}: {why}" for name, v in variants.items() for kind, why in v.get("why", {}).items()]
+    notes = [f"{name} sets {json.dumps(v['settings'])}" for name, v in variants.items() if v.get("settings")]
+    notes += [f"no {name} {kind}: {why}" for name, v in variants.items() for kind, why in v.get("why", {}).items()]
     return "\n\n".join(part for part in (render_table(lines, style=style, titles=titles), "\n".join(notes)) if part)

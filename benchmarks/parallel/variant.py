@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class ParallelVariant:
     sites: str = ""
     digests: tuple[str, ...] = ()
     """Of its plans."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Switches of torch that it uses, for the table."""
 
     def step(self) -> None:
         """Run forward and backward; gradients accumulate."""
