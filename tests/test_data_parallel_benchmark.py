@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from benchmarks.data_parallel import inductor_options as inductor
+from benchmarks.data_parallel.__main__ import OURS_WITH_TP, DataParallelRun, parse_flags
 from benchmarks.data_parallel.inductor_options import INDUCTOR_OVERLAP, INDUCTOR_SYMM, inductor_options
+from benchmarks.data_parallel.table import text
 from benchmarks.parallel.table import hidden, row_text
+from tests.harness.ranks import RankPool
 from tests.test_benchmarks import FACTS, printed, torchrun
+from ub_overlap.tools.rank_process import World
 
 
 def test_data_parallel_on_cpu_ranks(
@@ -51,6 +57,42 @@ def test_data_parallel_on_cpu_ranks(
     assert variants["split"]["sites"] == "36 split" and variants["off"]["sites"] == "36 none"
     assert 0 <= variants["split"]["error"] < 1e-3
     assert "tiny, 2 layers, 32 tokens" in printed(path, capsys, monkeypatch) and "36 split" in out
+
+
+def measure_with_tensor_parallelism(rank: int, world: int, options: list[str]) -> dict[str, Any]:
+    """Return the document of a run of 2 x 2 ranks."""
+    tiny = ["--size", "tiny", "--layers", "1", "--seq", "32", "--iters", "1", "--warm", "1"]
+    args = parse_flags([*tiny, "--tp", "2", "--variants", "compute,inductor,ours", *options])
+    group: Any = dist.group.WORLD
+    here = World(rank, world, torch.device("cpu"), group.group_name, dist.new_group(backend="gloo"))
+    run = DataParallelRun(args, here, {"rows": []}, text)
+    run.measure()
+    return run.document
+
+
+def test_with_tensor_parallelism(pool4: RankPool) -> None:
+    """Each of both kinds of parallelism is overlapped alone: 8 collectives of activations, 20 of weights."""
+    strategies = {"none": "none", "auto": "split"}
+    overrides = {
+        name: [{**rule, "strategy": strategies[rule["strategy"]]} for rule in OURS_WITH_TP[name]["overrides"]]
+        for name in ("tp_only", "dp_only")
+    }
+    options = [part for name, rules in overrides.items() for part in
+               ("--ours", f"{name}={json.dumps({'overlap': 'force', 'overrides': rules})}")]  # fmt: skip
+    document = pool4.run(measure_with_tensor_parallelism, options)[0]
+    variants = document["rows"][0]["variants"]
+    assert list(variants) == ["compute", "inductor", "tp_only", "dp_only"]
+    assert all(v["step"] > 0 and not v["why"] for v in variants.values())
+    assert all(0 <= variants[name]["error"] < 1e-3 for name in overrides)
+    assert [variants[name]["sites"] for name in overrides] == ["20 none, 8 pipelined", "8 none, 20 split"]
+    assert "tiny, 1 layers, 32 tokens, TP 2" in text(document)
+
+
+@pytest.mark.parametrize("arguments", [["--variants", "ddp,ddp_ours"], ["--variants", "nonsense"]])
+def test_refused_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_flags(["--tp", "2", *arguments])
+    assert f"{arguments[1].replace(',', ', ')}: " in capsys.readouterr().err
 
 
 def test_hidden_is_a_share_of_what_fsdp2_adds() -> None:
