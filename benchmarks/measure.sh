@@ -2,11 +2,14 @@
 # Measure what the GPUs of this host allow, with one rank on each: ops and blocks, float8 MLPs, decode, data, context, expert and
 # pipeline parallelism, memory kernels. With two GPUs also ops and blocks of 4 and 8 ranks, in mirror mode.
 #
-#     benchmarks/measure.sh OUT [PART...]     parts: memory ops blocks mlp dp dp_hosts pp cp ep decode decode_layers
+#     benchmarks/measure.sh OUT [PART...]     parts: memory ops blocks mlp dp dp_hosts dp_rivals dp_tp concurrent pp cp
+#                                             cp_causal ep decode decode_layers
 #                                             and with two GPUs ops4 ops8 blocks4 blocks8
 #
-# Default: all but dp_hosts (data parallelism over NCCL, as across hosts), cp and ep (context and expert parallelism) and
-# decode_layers. Every part has a time limit; those of the default parts add up to 24 minutes with two GPUs, else to 16.
+# Default: all but dp_hosts (data parallelism over NCCL, as across hosts), dp_rivals (against other systems), dp_tp (with
+# tensor parallelism, on 4 GPUs or more), concurrent (a matmul next to a split collective), cp, cp_causal and ep (context and
+# expert parallelism) and decode_layers. Every part has a time limit; those of the default parts add up to 24 minutes with two
+# GPUs, else to 16.
 # JSON files, and the output of all parts in log.txt, are in OUT. Tables are printed last.
 set -u
 shopt -s nullglob
@@ -56,8 +59,15 @@ for name in ${*:-memory $mirrored ops blocks mlp dp pp decode}; do
     decode) ranks decode 100 benchmarks.decode --budget-s 70 ;;
     decode_layers) ranks decode_layers 260 benchmarks.decode --layers 8 --budget-s 200 --iters 15 --warm 3 --pack-weights \
         --ours 'ours={"pack":"off"}' --ours 'packed={}' ;;
+    # The other systems of data parallelism: Inductor's overlap scheduling and low-contention collectives, FSDP2, DDP.
+    dp_rivals) ranks dp_rivals 300 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --budget-s 240 \
+        --variants compute,inductor,inductor_overlap,inductor_symm,fsdp2,fsdp2_ours,ddp,ddp_ours,ours \
+        --ours 'auto={}' --ours 'zero3={"memory_budget":0}' ;;
+    dp_tp) ranks dp_tp 300 benchmarks.data_parallel --tp 2 --layers 4 --iters 10 --warm 3 --waterfall --budget-s 240 ;;
+    concurrent) ranks concurrent 240 benchmarks.concurrent_matmul ;;
     dp) ranks dp 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --waterfall --budget-s 100 ;;
     cp) ranks cp 300 benchmarks.context_parallel --size 8b,70b --iters 10 --warm 3 --budget-s 240 ;;
+    cp_causal) ranks cp_causal 300 benchmarks.context_parallel --causal --size 8b,70b --iters 10 --warm 3 --budget-s 240 ;;
     ep) ranks ep 300 benchmarks.expert_parallel --iters 10 --warm 3 --budget-s 240 ;;
     pp) ranks pp 240 benchmarks.pipeline --iters 10 --warm 3 --compile --schedules 1F1B,Interleaved1F1B,ZBVZeroBubble ;;
     *) echo "no part '$name'" >&2 && exit 2 ;;

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .blocks import table as blocks
+from .concurrent_matmul import table as concurrent_matmul
 from .context_parallel import table as context_parallel
 from .data_parallel import table as data_parallel
 from .decode import table as decode
@@ -23,6 +24,7 @@ from .plot import draw
 __all__ = ["draw", "heading", "markdown", "ops_text"]
 
 TEXTS = {
+    "concurrent_matmul": concurrent_matmul.text,
     "ops": ops.text,
     "blocks": blocks.text,
     "memory": memory.text,

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from benchmarks.context_parallel.table import baseline_of
+from benchmarks.context_parallel.__main__ import ContextParallelRun, parse_flags
+from benchmarks.context_parallel.table import baseline_of, text
 from benchmarks.parallel.table import hidden
+from tests.harness.ranks import RankPool
 from tests.test_benchmarks import FACTS, printed, torchrun
+from ub_overlap.tools.rank_process import World
 
 FORMS = ("gathered", "ring", "ulysses")
 
@@ -33,6 +38,27 @@ def test_context_parallel_on_cpu_ranks(
         assert name in ("compute", "eager_gathered") or 0 <= variant["error"] < 1e-4
     assert [variants[f"split_{form}"]["sites"] for form in FORMS] == ["4 split", "3 split", "8 split"]
     assert "tiny, 1 layers, 64 tokens" in printed(path, capsys, monkeypatch)
+
+
+def measure_causal(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
+    """Return the document of a run with causal masks."""
+    group: Any = dist.group.WORLD
+    here = World(rank, world, torch.device("cpu"), group.group_name, dist.new_group(backend="gloo"))
+    run = ContextParallelRun(parse_flags(["--tiny", "--causal", *arguments]), here, {"rows": []}, text)
+    run.measure()
+    return run.document
+
+
+def test_causal_masks(pool2: RankPool) -> None:
+    """Gathered keys and values and the ring compute the same on balanced positions; Ulysses has positions of its own."""
+    split = 'split={"overlap": "off", "overrides": [{"strategy": "split"}]}'
+    document = pool2.run(measure_causal, ["--systems", "compute,eager,split", "--ours", split])[0]
+    variants = document["rows"][0]["variants"]
+    assert all(variant["step"] > 0 and not variant["why"] for variant in variants.values())
+    assert {name for name in variants if "error" not in variants[name]} == {"compute", "eager_gathered", "eager_ulysses"}
+    assert all(0 <= variant.get("error", 0.0) < 1e-4 for variant in variants.values())
+    assert [variants[f"split_{form}"]["sites"] for form in FORMS] == ["4 split", "3 split", "8 split"]
+    assert "tiny, 1 layers, 64 tokens, causal" in text(document)
 
 
 def test_variants_are_compared_with_inductor_in_the_same_form() -> None:

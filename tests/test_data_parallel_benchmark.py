@@ -7,9 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from benchmarks.parallel.table import hidden
+from benchmarks.data_parallel import inductor_options as inductor
+from benchmarks.data_parallel.__main__ import OURS_WITH_TP, DataParallelRun, parse_flags
+from benchmarks.data_parallel.inductor_options import INDUCTOR_OVERLAP, INDUCTOR_SYMM, inductor_options
+from benchmarks.data_parallel.table import text
+from benchmarks.parallel.table import hidden, row_text
+from tests.harness.ranks import RankPool
 from tests.test_benchmarks import FACTS, printed, torchrun
+from ub_overlap.tools.rank_process import World
 
 
 def test_data_parallel_on_cpu_ranks(
@@ -33,25 +41,81 @@ def test_data_parallel_on_cpu_ranks(
         "--graphs",
         "--forward",
     ]
+    arguments += ["--variants", "compute,inductor,inductor_overlap,fsdp2,fsdp2_ours,ddp,ddp_ours,ours"]
     out = torchrun(2, "benchmarks.data_parallel", [*arguments, "--ours", split, "--ours", 'off={"overlap": "off"}'])
     document: dict[str, Any] = json.loads(path.read_text())
     assert document.keys() >= FACTS and document["benchmark"] == "data_parallel"
     (size,) = document["rows"]
     variants = size["variants"]
-    assert list(variants) == ["compute", "inductor", "fsdp2", "fsdp2_ours", "split", "off"]
+    names = ["compute", "inductor", "inductor_overlap", "fsdp2", "fsdp2_ours", "ddp", "ddp_ours", "split", "off"]
+    assert list(variants) == names
+    assert "inductor_overlap needs --compiler inductor, not aot_eager" in variants.pop("inductor_overlap")["why"]["*"]
     for name, variant in variants.items():
         assert variant["step"] > 0 and variant["forward"] > 0, name
         assert variant["why"] == {"step_g": "needs CUDA"}
-    assert 0 <= variants["fsdp2_ours"]["error"] < 1e-3
+    assert all(0 <= variants[name]["error"] < 1e-3 for name in ("fsdp2_ours", "ddp", "ddp_ours"))
     assert variants["split"]["sites"] == "36 split" and variants["off"]["sites"] == "36 none"
     assert 0 <= variants["split"]["error"] < 1e-3
     assert "tiny, 2 layers, 32 tokens" in printed(path, capsys, monkeypatch) and "36 split" in out
+
+
+def measure_with_tensor_parallelism(rank: int, world: int, options: list[str]) -> dict[str, Any]:
+    """Return the document of a run of 2 x 2 ranks."""
+    tiny = ["--size", "tiny", "--layers", "1", "--seq", "32", "--iters", "1", "--warm", "1"]
+    args = parse_flags([*tiny, "--tp", "2", "--variants", "compute,inductor,ours", *options])
+    group: Any = dist.group.WORLD
+    here = World(rank, world, torch.device("cpu"), group.group_name, dist.new_group(backend="gloo"))
+    run = DataParallelRun(args, here, {"rows": []}, text)
+    run.measure()
+    return run.document
+
+
+def test_with_tensor_parallelism(pool4: RankPool) -> None:
+    """Each of both kinds of parallelism is overlapped alone: 8 collectives of activations, 20 of weights."""
+    strategies = {"none": "none", "auto": "split"}
+    overrides = {
+        name: [{**rule, "strategy": strategies[rule["strategy"]]} for rule in OURS_WITH_TP[name]["overrides"]]
+        for name in ("tp_only", "dp_only")
+    }
+    options = [part for name, rules in overrides.items() for part in
+               ("--ours", f"{name}={json.dumps({'overlap': 'force', 'overrides': rules})}")]  # fmt: skip
+    document = pool4.run(measure_with_tensor_parallelism, options)[0]
+    variants = document["rows"][0]["variants"]
+    assert list(variants) == ["compute", "inductor", "tp_only", "dp_only"]
+    assert all(v["step"] > 0 and not v["why"] for v in variants.values())
+    assert all(0 <= variants[name]["error"] < 1e-3 for name in overrides)
+    assert [variants[name]["sites"] for name in overrides] == ["20 none, 8 pipelined", "8 none, 20 split"]
+    assert "tiny, 1 layers, 32 tokens, TP 2" in text(document)
+
+
+@pytest.mark.parametrize("arguments", [["--variants", "ddp,ddp_ours"], ["--variants", "nonsense"]])
+def test_refused_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_flags(["--tp", "2", *arguments])
+    assert f"{arguments[1].replace(',', ', ')}: " in capsys.readouterr().err
 
 
 def test_hidden_is_a_share_of_what_fsdp2_adds() -> None:
     variants = {"compute": {"step": 10.0}, "fsdp2": {"step": 14.0}, "ours": {"step": 11.0}}
     assert hidden(variants, "ours", "step", "fsdp2") == 0.75
     assert hidden(variants, "fsdp2", "step", "fsdp2") is None and hidden({}, "ours", "step", "fsdp2") is None
+
+
+def test_rivals_of_inductor_use_what_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduling = {"aten_distributed_optimizations.enable_overlap_scheduling": True}
+    assert inductor_options(INDUCTOR_OVERLAP, "inductor", is_cuda=False) == scheduling
+    with pytest.raises(RuntimeError, match="needs --compiler inductor"):
+        inductor_options(INDUCTOR_OVERLAP, "aot_eager", is_cuda=True)
+    low_contention = {*scheduling, "aten_distributed_optimizations.enable_low_contention_collectives"}
+    monkeypatch.setattr(inductor, "known_options", lambda: low_contention)
+    assert inductor_options(INDUCTOR_SYMM, "inductor", is_cuda=True).keys() == low_contention
+    with pytest.raises(RuntimeError, match="need CUDA"):
+        inductor_options(INDUCTOR_SYMM, "inductor", is_cuda=False)
+    monkeypatch.setattr(inductor, "known_options", lambda: set(scheduling))
+    with pytest.raises(RuntimeError, match="has no option .*enable_low_contention_collectives"):
+        inductor_options(INDUCTOR_SYMM, "inductor", is_cuda=True)
+    variants = {"inductor_overlap": {"why": {}, "settings": scheduling}}
+    assert f"inductor_overlap sets {json.dumps(scheduling)}" in row_text("8b", {"variants": variants}, "simple", "", str)
 
 
 def test_without_inductor(tmp_path: Path) -> None:

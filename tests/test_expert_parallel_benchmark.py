@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from benchmarks.expert_parallel.model import make_routes
+from benchmarks.expert_parallel.table import text
+from benchmarks.parallel.table import predicted_columns
 from tests.test_benchmarks import FACTS, printed, torchrun
 
 
@@ -27,7 +29,22 @@ def test_expert_parallel_on_cpu_ranks(
     for name, variant in row["variants"].items():
         assert variant["step"] > 0 and not variant["why"], name
     assert row["variants"]["split"]["sites"] == "1 none, 4 split" and 0 <= row["variants"]["split"]["error"] < 1e-2
+    predicted = row["variants"]["split"]["predicted"]
+    assert predicted["unknown"] == 1 and predicted["exposed_ms"] >= 0 and "predicted" not in row["variants"]["eager"]
     assert "tiny, 1 layers, 24 tokens, 2 experts a rank, skewed" in printed(path, capsys, monkeypatch)
+
+
+def test_predictions_next_to_measured_times() -> None:
+    """A step that takes 3 ms less than Inductor's was predicted to save 2.5 ms, and to expose half a millisecond."""
+    predicted = {"exposed_ms": 0.5, "saved_ms": 2.5, "unknown": 1}
+    steps = {"compute": 10.0, "inductor": 14.0, "ours": 11.0}
+    variants: dict[str, Any] = {name: {"step": ms, "why": {}} for name, ms in steps.items()}
+    variants["ours"]["predicted"] = predicted
+    assert predicted_columns(variants, "ours", "inductor") == {"exposed ms": "0.50", "saves ms": "3.00", "saved ms": "2.50"}
+    assert set(predicted_columns(variants, "inductor", "inductor").values()) == {"-"}
+    row = {"size": "16b", "layers": 2, "tokens": 64, "own": 2, "routing": "balanced", "variants": variants}
+    shown = text({"rows": [row]})
+    assert "over compute, predicted" in shown and "ours: no prediction of 1 collectives" in shown
 
 
 @pytest.mark.parametrize("routing", ["balanced", "skewed"])

@@ -6,7 +6,8 @@
 The variants are those of variants.py: each of --systems in each of --forms; --ours NAME=JSON adds a system of ours with these
 options. Milliseconds, median over --iters, maximum over ranks; the variants alternate. A variant is compared with the first of
 the eager ones, output and all gradients: one with wrong numbers gets no times. Peak memory: of a step, over what is allocated
-before it, without landing memory.
+before it, without landing memory. --causal: causal masks, balanced over the ranks; Ulysses, whose ranks have other positions
+then, is compared with eager Ulysses.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from .variants import TRANSFORMER_ENGINE, AttentionContext, make, names_of
 OURS: dict[str, dict[str, Any]] = {"ours": {}, "off": {"overlap": "off"}}
 
 
-def parse_flags() -> argparse.Namespace:
+def parse_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="8b", help=f"comma-separated, of {', '.join(SIZES)}")
     parser.add_argument("--seq", default="8192,32768,131072", help="tokens of the whole sequence, comma-separated; batch 1")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--causal", action="store_true", help="causal masks, with torch's load balance in the ring")
     parser.add_argument("--forms", default=",".join(FORMS), help="comma-separated (default: %(default)s)")
     parser.add_argument("--rotation", choices=("allgather", "alltoall"), default="alltoall", help="how the ring sends")
     parser.add_argument(
@@ -44,7 +46,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a run of seconds: sizes tiny, 64 tokens, 1 layer, 2 iterations")
     add_graph_flags(parser)
     add_run_flags(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.tiny:
         args.size, args.seq, args.layers, args.iters, args.warm = "tiny", "64", 1, 2, 1
     args.options = options_of(args.ours, OURS)
@@ -70,7 +72,7 @@ class ContextParallelRun(ParallelRun):
     """One run over all sizes and sequences."""
 
     def measure(self) -> None:
-        with ring_attention(self.args.rotation):
+        with ring_attention(self.args.rotation, load_balance=self.args.causal):
             for size in self.args.size.split(","):
                 for tokens in self.args.seq.split(","):
                     self.size(size, int(tokens))
@@ -78,13 +80,16 @@ class ContextParallelRun(ParallelRun):
 
     def size(self, size: str, tokens: int) -> None:
         args = self.args
-        context = AttentionContext(self.world, SIZES[size], tokens, args.layers, self.dtype, self.compiler, args.options)
-        row = self.add_row(size=size, layers=args.layers, seq=tokens, rotation=args.rotation)
+        model = (SIZES[size], tokens, args.layers, self.dtype, args.causal)
+        context = AttentionContext(self.world, *model, self.compiler, args.options)
+        row = self.add_row(size=size, layers=args.layers, seq=tokens, rotation=args.rotation, causal=args.causal)
         variants = self.compile_all(row, lambda name: make(name, context))
-        # All forms compute the same.
-        first = next((name for name in variants if name.startswith(EAGER)), None)
-        if first:
-            self.compare_with(first, [n for n in variants if n not in (COMPUTE, first)], variants, row)
+        # All forms with the same positions compute the same.
+        for has_other_positions in (False, True):
+            names = [n for n in variants if (args.causal and n.endswith("ulysses")) == has_other_positions]
+            first = next((name for name in names if name.startswith(EAGER)), None)
+            if first:
+                self.compare_with(first, [n for n in names if n not in (COMPUTE, first)], variants, row)
         self.time_all(variants, row)
         self.take_apart(variants, row)
 

@@ -7,7 +7,8 @@ Legend: S positions of this rank, R ranks, D width, E head dim, H query heads, G
     ulysses    positions are exchanged for heads: each rank attends with H / R heads to the whole sequence
     local      no exchange: own keys and values, R times; the same operations, other numbers
 
-Attention is not causal, so that all ranks and all forms compute equally much.
+Without a mask all ranks and all forms compute equally much. A causal mask is balanced: the sequence has 2R chunks, of which
+rank r has chunks r and 2R - 1 - r (zigzag). Ulysses attends to the whole sequence, so its ranks have contiguous positions.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.bias import causal_lower_right
 
 from ub_overlap.tools.planner.context_attention import to_heads, to_positions
 from ub_overlap.tools.planner.ring_attention import parallelize_attention
@@ -37,16 +39,41 @@ def _group() -> dist.ProcessGroup:
 class Sdpa(nn.Module):
     """scaled_dot_product_attention as a module, which the ring is applied to."""
 
+    def __init__(self, is_causal: bool) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+
+
+class ZigzagSdpa(nn.Module):
+    """Causal attention of both chunks of a rank, [1, H, S, E], to all positions, [1, H, R * S, E] in rank order."""
+
+    def __init__(self, mesh: DeviceMesh, positions: int) -> None:
+        super().__init__()
+        rank, ranks, self.half = mesh.get_local_rank(), mesh.size(), positions // 2
+        self.order = sorted(range(2 * ranks), key=lambda i: i // 2 if i % 2 == 0 else 2 * ranks - 1 - i // 2)
+        seen = [(chunk + 1) * self.half for chunk in (rank, 2 * ranks - 1 - rank)]
+        self.masks = [causal_lower_right(self.half, keys) for keys in seen]  # Dynamo does not trace their constructor
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (torch.cat([t.narrow(2, i * self.half, self.half) for i in self.order], 2) for t in (k, v))
+        parts = [
+            F.scaled_dot_product_attention(own, k[:, :, : mask.seq_len_kv], v[:, :, : mask.seq_len_kv], attn_mask=mask)
+            for own, mask in zip(q.chunk(2, 2), self.masks, strict=True)
+        ]
+        return torch.cat(parts, 2)
 
 
 class ContextAttention(nn.Module):
     """[1, S, D] -> the same."""
 
-    def __init__(self, sizes: BlockSizes, form: str, mesh: DeviceMesh) -> None:
+    def __init__(self, sizes: BlockSizes, form: str, mesh: DeviceMesh, positions: int, is_causal: bool) -> None:
         super().__init__()
-        self.sdpa = parallelize_attention(Sdpa(), mesh) if form == "ring" else Sdpa()
+        is_zigzag = is_causal and form in ("gathered", LOCAL)
+        sdpa = ZigzagSdpa(mesh, positions) if is_zigzag else Sdpa(is_causal)
+        self.sdpa = parallelize_attention(sdpa, mesh) if form == "ring" else sdpa
         self.head_dim, kv_dim = sizes.head_dim, sizes.kv_heads * sizes.head_dim
         self.wq, self.wk, self.wv = linear(sizes.dim, sizes.dim), linear(sizes.dim, kv_dim), linear(sizes.dim, kv_dim)
         self.wo = linear(sizes.dim, sizes.dim)

@@ -22,7 +22,7 @@ def text(document: dict[str, Any], style: str = "simple") -> str:
     """
     parts = []
     for row in document["rows"]:
-        title = f"{row['size']}, {row['layers']} layers, {row['seq']} tokens"
+        title = f"{row['size']}, {row['layers']} layers, {row['seq']} tokens{', causal' if row.get('causal') else ''}"
         parts.append(row_text(title, row, style, BASELINE, baseline_of))
         parts.extend(waterfall.section(row, f"{row['layers']} layers", style))
     return "\n\n".join(parts) or "no rows"

@@ -37,6 +37,7 @@ class AttentionContext:
     tokens: int
     layers: int
     dtype: torch.dtype
+    is_causal: bool
     compiler: str
     ours: dict[str, dict[str, Any]]
 
@@ -64,7 +65,9 @@ def make(name: str, context: AttentionContext) -> ParallelVariant:
     torch.manual_seed(1)
     with torch.device(world.device):
         attentions = [
-            _transformer_engine(name.removeprefix("te_"), context) if is_te else ContextAttention(context.sizes, form, mesh)
+            _transformer_engine(name.removeprefix("te_"), context)
+            if is_te
+            else ContextAttention(context.sizes, form, mesh, context.tokens // world.ranks, context.is_causal)
             for _ in range(context.layers)
         ]
         layers = [ContextLayer(context.sizes, attention).to(context.dtype) for attention in attentions]
@@ -80,13 +83,13 @@ def make(name: str, context: AttentionContext) -> ParallelVariant:
 
 def _transformer_engine(comm: str, context: AttentionContext) -> nn.Module:
     """Return TransformerEngine's attention with its own exchange. ImportError where it is not installed."""
-    return TransformerEngineAttention(context.sizes, comm, context.world)
+    return TransformerEngineAttention(context.sizes, comm, context.world, context.is_causal)
 
 
 class TransformerEngineAttention(nn.Module):
     """[1, S, D] -> the same, with the exchange inside transformer_engine.pytorch.DotProductAttention."""
 
-    def __init__(self, sizes: BlockSizes, comm: str, world: World) -> None:
+    def __init__(self, sizes: BlockSizes, comm: str, world: World, is_causal: bool) -> None:
         super().__init__()
         import transformer_engine.pytorch as te  # optional
 
@@ -95,7 +98,7 @@ class TransformerEngineAttention(nn.Module):
         self.wo = linear(sizes.dim, sizes.dim)
         self.attention = te.DotProductAttention(
             sizes.heads, sizes.head_dim, num_gqa_groups=sizes.kv_heads, attention_dropout=0.0, qkv_format="bshd",
-            attn_mask_type="no_mask",
+            attn_mask_type="causal" if is_causal else "no_mask",
         )  # fmt: skip
         stream = torch.cuda.Stream()
         self.attention.set_context_parallel_group(dist.group.WORLD, list(range(world.ranks)), stream, comm)

@@ -1,13 +1,20 @@
-"""Variants of Llama blocks under data parallelism: FSDP2, weights gathered in the graph, and the compute of one rank alone.
+"""Variants of Llama blocks under data parallelism: FSDP2, DDP, gathers in the graph, and the compute of one rank alone.
 
-    compute      whole weights, no communication
-    inductor     every linear and norm gathers its weight in the graph (ZeRO-3 by functional collectives), torch.compile
-    fsdp2        fully_shard of each block and of the model, each block compiled
-    fsdp2_ours   the same with ub_overlap.fsdp.install
-    fsdp2_symm   the same with set_symm_mem_for_comm, where torch has it; not in one run with ours, whose memory it breaks
-    others       as inductor, by our backend with the options of that name
+    compute            whole weights, no communication
+    inductor           every linear and norm gathers its weight in the graph (ZeRO-3 by functional collectives), torch.compile
+    inductor_overlap   the same with Inductor's overlap scheduling
+    inductor_symm      the same, with its low-contention collectives too (symmetric memory), where torch has them
+    fsdp2              fully_shard of each block and of the model, each block compiled
+    fsdp2_ours         the same with ub_overlap.fsdp.install
+    fsdp2_symm         the same with set_symm_mem_for_comm, where torch has it; not in one run with ours, whose memory it breaks
+    ddp                DistributedDataParallel around the model, each block compiled
+    ddp_ours           the same with ub_overlap.ddp.install
+    others             as inductor, by our backend with the options of that name
 
-Weights are sharded by rows. All ranks have the same weights and inputs of their own.
+Weights are sharded by rows; those of DDP are whole. All ranks have the same weights and inputs of their own.
+
+With tensor parallelism a weight is the part of its rank of "tp", and sharded over the ranks of "dp". compute then has views in
+place of the collectives of both.
 """
 
 from __future__ import annotations
@@ -17,55 +24,42 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import ub_overlap
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime import verify
 from ub_overlap.runtime.site_id import SiteId
+from ub_overlap.tools.planner.models import shard_parameters
 from ub_overlap.tools.rank_process import World
 
-from ..blocks.model import BlockSizes, LlamaBlock, fresh_code
+from ..blocks.model import BlockSizes, LlamaBlock, compute_only, fresh_code, parallel_block
 from ..parallel.variant import COMPUTE, INDUCTOR, ParallelVariant, backend
+from .inductor_options import INDUCTOR_RIVALS, inductor_options
 
 FSDP2, FSDP2_OURS, FSDP2_SYMM = "fsdp2", "fsdp2_ours", "fsdp2_symm"
 TORCH = (COMPUTE, INDUCTOR, FSDP2)
 SHARDED = (FSDP2, FSDP2_OURS, FSDP2_SYMM)
 """Variants that use fully_shard."""
-
-
-class GatheredWeight(nn.Module):
-    """A module that stores this rank's rows of its weight, and gathers the others where it is used."""
-
-    def __init__(self, whole: Tensor, rank: int, ranks: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(whole.detach().chunk(ranks)[rank].clone())
-
-    def gathered(self) -> Tensor:
-        return funcol.all_gather_tensor_autograd(self.weight, 0, dist.group.WORLD)
-
-
-class GatheredLinear(GatheredWeight):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.gathered())
-
-
-class GatheredNorm(GatheredWeight):
-    """RMSNorm over the last dim."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.gathered())
+DDP, DDP_OURS = "ddp", "ddp_ours"
+HOOKED = (*SHARDED, DDP, DDP_OURS)
+"""Variants that communicate in hooks, outside of the graphs."""
+RIVALS = (*INDUCTOR_RIVALS, FSDP2_OURS, FSDP2_SYMM, DDP, DDP_OURS)
+"""Variants next to those of TORCH, of ours by options, that have names of their own."""
 
 
 @dataclass
 class ParallelContext:
-    """What all variants share. `compiler`: "inductor" or "aot_eager". `ours`: name -> options of our backend."""
+    """What all variants share. `compiler`: "inductor" or "aot_eager". `ours`: name -> options of our backend.
+
+    `mesh`: of "dp" and "tp". `tokens`: of each sequence, which the ranks of "tp" share.
+    """
 
     world: World
+    mesh: DeviceMesh
     sizes: BlockSizes
     tokens: int
     layers: int
@@ -77,27 +71,50 @@ class ParallelContext:
 def make(name: str, context: ParallelContext) -> ParallelVariant:
     """Return a variant that has run one step."""
     world = context.world
-    torch.manual_seed(1)
-    with torch.device(world.device):
-        blocks = [LlamaBlock(context.sizes).to(context.dtype) for _ in range(context.layers)]
-    model: nn.Module = fresh_code(nn.Sequential(*blocks))
+    model = _model(name, context)
     call: Any = model
-    if name in SHARDED:
-        _fully_shard(model, name, context.compiler)
+    arguments = backend(name, context.compiler, context.ours)
+    if name in INDUCTOR_RIVALS:
+        arguments = {"options": inductor_options(name, context.compiler, world.cuda)}
+    if name in HOOKED:
+        for block in model.children():
+            block.compile(**arguments)
+        call = _with_hooks(model, name, context.mesh["dp"])
     else:
         if name != COMPUTE:
-            shard(model, world)
-        call = torch.compile(model, fullgraph=True, **backend(name, context.compiler, context.ours))
+            shard_parameters(model, context.mesh["dp"].size(), context.mesh["dp"].get_group())
+        call = torch.compile(model, fullgraph=True, **arguments)
     torch.manual_seed(100 + world.rank)
-    x, grad = (torch.randn((1, context.tokens, context.sizes.dim), device=world.device, dtype=context.dtype) for _ in range(2))
-    return ParallelVariant(name, model, call, x.requires_grad_(), grad).first_step(world)
+    shape = (1, context.tokens // context.mesh["tp"].size(), context.sizes.dim)
+    x, grad = (torch.randn(shape, device=world.device, dtype=context.dtype) for _ in range(2))
+    settings = arguments["options"] if name in INDUCTOR_RIVALS else {}
+    return ParallelVariant(name, model, call, x.requires_grad_(), grad, settings=settings).first_step(world)
 
 
-def _fully_shard(model: nn.Module, name: str, compiler: str) -> None:
+def _model(name: str, context: ParallelContext) -> nn.Module:
+    """Return the layers, whose weights are whole over the ranks of "dp". All ranks draw the same ones."""
+    sizes, device, dtype, tp = context.sizes, context.world.device, context.dtype, context.mesh["tp"]
+    torch.manual_seed(1)
+    if tp.size() > 1 and name == COMPUTE:
+        return compute_only(sizes, tp.size(), context.tokens, device, dtype, context.layers)
+    if tp.size() > 1:
+        blocks = [parallel_block(sizes, tp, device, dtype) for _ in range(context.layers)]
+    else:
+        with torch.device(device):
+            blocks = [LlamaBlock(sizes).to(dtype) for _ in range(context.layers)]
+    return fresh_code(nn.Sequential(*blocks))
+
+
+def _with_hooks(model: nn.Module, name: str, mesh: DeviceMesh) -> nn.Module:
+    """Let FSDP2 or DDP communicate for `model`, whose blocks are compiled. Return what is called."""
+    if name in (DDP, DDP_OURS):
+        replicated = DistributedDataParallel(model)
+        if name == DDP_OURS:
+            ub_overlap.ddp.install(replicated)
+        return replicated
     for block in model.children():
-        fully_shard(block)
-        block.compile(backend=compiler)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     if name == FSDP2_OURS:
         ub_overlap.fsdp.install(model)
     if name == FSDP2_SYMM:
@@ -106,17 +123,7 @@ def _fully_shard(model: nn.Module, name: str, compiler: str) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_symm_mem_for_comm()
-
-
-def shard(model: nn.Module, world: World) -> None:
-    """Replace the linears and norms of `model` by ones that gather their weights."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(module, name, GatheredLinear(child.weight, world.rank, world.ranks))
-            elif isinstance(child, nn.RMSNorm):
-                assert child.eps is None and child.weight is not None
-                setattr(module, name, GatheredNorm(child.weight, world.rank, world.ranks))
+    return model
 
 
 def site_errors(variant: ParallelVariant) -> dict[str, float]:

@@ -7,6 +7,9 @@ The variants are those of variants.py; --ours NAME=JSON adds one of ours with th
 compute,eager,vdev): it sets torch's symmetric memory to NVSHMEM for the whole process. Milliseconds, median over --iters,
 maximum over ranks; the variants alternate. All but compute are compared with eager, output and all gradients: one with wrong
 numbers gets no times. Peak memory: of a step, over what is allocated before it, without landing memory.
+
+Variants of ours have predictions of their plans: what their collectives expose, next to the measured time over compute, and
+what they save against no overlap, next to what was saved of Inductor's time.
 """
 
 from __future__ import annotations

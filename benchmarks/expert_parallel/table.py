@@ -15,12 +15,12 @@ def _title(row: dict[str, Any]) -> str:
 
 
 def text(document: dict[str, Any], style: str = "simple") -> str:
-    """Return one table per layer, with the share of Inductor's exposed time that is hidden.
+    """Return one table per layer, with the share of Inductor's exposed time that is hidden, and what plans predict of it.
 
     Then the waterfall of its steps, where it was measured.
     """
     parts = []
     for row in document["rows"]:
-        parts.append(row_text(_title(row), row, style, BASELINE, lambda name: BASELINE))
+        parts.append(row_text(_title(row), row, style, BASELINE, lambda name: BASELINE, has_predictions=True))
         parts.extend(waterfall.section(row, f"{row['layers']} layers", style))
     return "\n\n".join(parts) or "no rows"

@@ -47,6 +47,9 @@ class ParallelRun(VariantRun):
                 row["variants"][name]["why"]["*"] = f"--budget-s {self.args.budget_s:g} is spent"
             else:
                 self.compile(name, lambda name=name: make(name), variants, row["variants"])
+                for field in ("settings", "predicted"):
+                    if name in variants and (value := getattr(variants[name], field)):
+                        row["variants"][name][field] = dict(value)
         return variants
 
     def compare_with(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.reports.history import HISTORY
+from ub_overlap.compiler.reports.outlook import totals
+from ub_overlap.compiler.reports.report import Report
 from ub_overlap.tools.rank_process import World
 
 COMPUTE, EAGER, INDUCTOR = "compute", "eager", "inductor"
@@ -28,6 +32,10 @@ class ParallelVariant:
     sites: str = ""
     digests: tuple[str, ...] = ()
     """Of its plans."""
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    """What its plans predict for a step: `predict_step`."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Switches of torch that it uses, for the table."""
 
     def step(self) -> None:
         """Run forward and backward; gradients accumulate."""
@@ -39,6 +47,7 @@ class ParallelVariant:
         self.step()
         plans = HISTORY.since(mark)
         self.digests = tuple(plan.digest for plan in plans)
+        self.predicted = predict_step(plans)
         strategies = Counter(str(d.strategy).partition(":")[0] for plan in plans for d in plan.decisions)
         self.sites = ", ".join(f"{count} {strategy}" for strategy, count in sorted(strategies.items()))
         world.sync()
@@ -56,6 +65,18 @@ class ParallelVariant:
         out.backward(self.grad)
         grads = {"input": self.x.grad, **{name: _local(p.grad) for name, p in self.model.named_parameters()}}
         return {"output": out.detach(), **{name: g.detach().clone() for name, g in grads.items() if g is not None}}
+
+
+def predict_step(plans: list[Plan]) -> dict[str, float]:
+    """Return what the collectives of plans expose, and save against no overlap, in milliseconds; and sites without prediction.
+
+    Nothing without plans.
+    """
+    outlooks = [decision.outlook for decision in Report(plans).decisions]
+    sums = totals(outlooks)
+    exposed_us = sum(o.exposed_us for o in outlooks if o is not None)
+    times = {"exposed_ms": exposed_us / 1e3, "saved_ms": (sums.none_us - sums.chosen_us) / 1e3, "unknown": sums.unknown}
+    return times if outlooks else {}
 
 
 def differences(variant: ParallelVariant, reference: ParallelVariant, world: World) -> dict[str, float]:

@@ -116,7 +116,7 @@ class ShardedParameter(nn.Module):
 
     def __init__(self, whole: Any, ranks: int, group: Any) -> None:
         super().__init__()
-        self.shard = nn.Parameter(_local(whole).detach().chunk(ranks)[0].clone())
+        self.shard = nn.Parameter(_local(whole).detach().chunk(group.size())[group.rank()].clone())
         self._group = group
         self._mesh, self._placements = (whole.device_mesh, whole.placements) if isinstance(whole, DTensor) else (None, ())
 

@@ -1,0 +1,1 @@
+"""A matmul between start and finish of a split collective, against the same matmul alone."""
