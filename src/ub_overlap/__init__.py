@@ -13,6 +13,7 @@ from ub_overlap.runtime.session import inherited_groups as _inherited_groups  # 
 
 if TYPE_CHECKING:
     from ub_overlap import ddp, fsdp, pipeline
+    from ub_overlap.compiler.apply_passes import apply_passes
     from ub_overlap.compiler.backend import passes
     from ub_overlap.compiler.backend import ub_overlap as backend
     from ub_overlap.compiler.ddp import DDPGraphs, optimize_ddp
@@ -61,6 +62,7 @@ __all__ = [
     "all_gather_matmul",
     "all_reduce",
     "all_to_all",
+    "apply_passes",
     "backend",
     "check_errors",
     "configure",
@@ -106,6 +108,7 @@ if not TYPE_CHECKING:
         "all_gather_matmul": ("ub_overlap.runtime.functional", "all_gather_matmul"),
         "all_reduce": ("ub_overlap.runtime.functional", "all_reduce"),
         "all_to_all": ("ub_overlap.runtime.functional", "all_to_all"),
+        "apply_passes": ("ub_overlap.compiler.apply_passes", "apply_passes"),
         "backend": ("ub_overlap.compiler.backend", "ub_overlap"),
         "check_errors": ("ub_overlap.runtime.functional", "check_errors"),
         "configure": ("ub_overlap.runtime.settings", "configure"),

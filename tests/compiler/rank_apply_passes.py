@@ -1,0 +1,111 @@
+"""What ranks run of tests/compiler/test_apply_passes.py: whole steps as one graph, as traced and rewritten."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import ub_overlap
+from tests.compiler.rank_compile import world_name
+from tests.models.compare import error, uncached
+from tests.models.whole_step import trace
+from ub_overlap._torch_compat import compile_fx
+from ub_overlap.compiler.reports.history import HISTORY
+
+Rows = list[dict[str, Any]]
+
+
+def run(gm: Any, inputs: list[Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        return [t.clone() for t in gm(*inputs)]
+
+
+def worst(results: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest relative difference of a result."""
+    return max(error(a, b, str(i)) for i, (a, b) in enumerate(zip(results, expected, strict=True)))
+
+
+def apply(gm: Any, inputs: list[Tensor], **settings: Any) -> Rows:
+    """Apply the passes, and return the decisions."""
+    mark = HISTORY.mark()
+    assert ub_overlap.apply_passes(gm, inputs, **settings) is gm
+    return [d.to_dict() for plan in HISTORY.since(mark) for d in plan.decisions]
+
+
+def whole_step(
+    rank: int, world: int, module: str, variant: dict[str, Any], parameters: int | None, *choices: dict[str, Any]
+) -> list[tuple[float, Rows]]:
+    """Return the worst error against the graph as traced, and the decisions, with each of the options `choices`.
+
+    The first of two graphs has its values, the second lost them.
+    """
+    gm, inputs = trace(importlib.import_module(module).build(rank, world, **variant))
+    expected, outcomes = run(gm, inputs), []
+    for options in choices:
+        rewritten = copy.deepcopy(gm)
+        if options is not choices[0]:
+            for node in rewritten.graph.nodes:
+                node.meta.pop("val", None)
+        known = None if parameters is None else range(parameters)
+        rows = apply(rewritten, inputs, options=options, parameters=known)
+        outcomes.append((worst(run(rewritten, inputs), expected), rows))
+    return outcomes
+
+
+def reported(rank: int, world: int) -> dict[str, Any]:
+    """Return what explain, a saved plan and the compilers make of one rewritten step."""
+    gm, inputs = trace(importlib.import_module("tests.models.zero3").build(rank, world, layers=1))
+    expected, again = run(gm, inputs), copy.deepcopy(gm)
+    options = {"overlap": "off", "overrides": {"step.[02]": "split"}, "verify": True}
+    apply(gm, inputs, options=options, parameters=range(2))
+    report = ub_overlap.explain(gm)(*inputs)
+    plan = report.plans[0]
+    saved = apply(again, inputs, options={"overlap": "off", "overrides": plan}, parameters=range(2))
+    mark = HISTORY.mark()
+    with uncached(), torch.no_grad():
+        lowered = compile_fx(copy.deepcopy(again), inputs, config_patches=ub_overlap.passes())(*inputs)
+        compiled = torch.compile(again, backend="ub_overlap")(*inputs)
+    return {
+        "phase": plan.phase,
+        "calls": [d.calls for d in report.decisions if d.overlapped],
+        "strategies": [str(d.strategy) for d in plan.decisions],
+        "saved": [row["strategy"] for row in saved],
+        "errors": [worst(list(got), expected) for got in (run(gm, inputs), lowered, compiled)],
+        "plans of compilers": len(HISTORY.since(mark)),
+    }
+
+
+def gathered_by_halves(x: Tensor, w: Tensor) -> Tensor:
+    """Rows of the ranks alternate in what the matmul reads: [R, m, K] -> [m, R, K] -> [m * R, K]."""
+    g = funcol.all_gather_tensor(x, 0, world_name())
+    return g.view(-1, *x.shape).transpose(0, 1).reshape(-1, x.shape[1]) @ w
+
+
+def gathered_and_written(x: Tensor, w: Tensor) -> Tensor:
+    g = funcol.all_gather_tensor(x, 0, world_name()).clone()
+    return g.mul_(2).add_(1.0) @ w
+
+
+def written_product(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    y.relu_()
+    return funcol.reduce_scatter_tensor(y, "sum", 0, world_name())
+
+
+def alike(rank: int, world: int) -> dict[str, tuple[float, Rows]]:
+    """Return the error and the decisions of graphs that resemble a site."""
+    outcomes = {}
+    for function in (gathered_by_halves, gathered_and_written, written_product):
+        torch.manual_seed(rank)
+        inputs = [torch.randn(6, 8), torch.randn(8, 10)]
+        gm = make_fx(function)(*inputs)
+        expected = [gm(*inputs)]
+        rows = apply(gm, inputs, options={"overlap": "force"})
+        outcomes[function.__name__] = worst([gm(*inputs)], expected), rows
+    return outcomes
