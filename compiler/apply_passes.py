@@ -23,7 +23,7 @@ from .diff.joint_snapshot import JointSnapshot
 from .graph.graph_inputs import GraphInputs
 from .graph.in_place import replace_writes
 from .graph.joint_graph import first_of_backward, is_in_backward, mark_halves
-from .graph.traced_graph import check_traced_graph, compute_values, hoist_attributes
+from .graph.traced_graph import PLAN, check_traced_graph, compute_values, hoist_attributes
 from .inductor import apply_bug_patches, register_lowerings
 from .options import Options
 from .passes import JointPass, RewritePass
@@ -31,8 +31,6 @@ from .plan.phase import PHASES, Phase
 from .prepare import parse_and_load
 
 WHERE = "ub_overlap.apply_passes"
-PLAN = "ub_overlap_plan"
-"""Key of GraphModule.meta: the digest of the plan."""
 
 _USE_COMPILE = "leave it out, or use torch.compile(model, backend='ub_overlap', options=...)"
 

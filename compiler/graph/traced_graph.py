@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.site_id import SiteId
 
 from .aten import aten
+
+PLAN = "ub_overlap_plan"
+"""Key of GraphModule.meta: the digest of the plan of a graph that was rewritten, "" without one."""
 
 _UNDECOMPOSED = {aten.linear.default, aten.matmul.default, aten.einsum.default}
 """Matmuls above autograd: in graphs of torch.export before its decompositions, or of make_fx(pre_dispatch=True)."""
@@ -49,14 +52,15 @@ def check_traced_graph(gm: GraphModule, inputs: Sequence[Any], where: str) -> No
                 expected="the local tensor that the traced graph takes",
                 fix="unwrap the inputs as the tracer does",
             )
+    planned = next(filter(is_planned, gm.graph.nodes), None)
+    if PLAN in gm.meta or planned is not None:
+        raise OptionError(
+            what="the graph was rewritten before",
+            where=where,
+            got=f"{planned.name}: {planned.target}" if planned is not None else "a graph without sites to rewrite",
+            fix="pass the graph as traced; its plan is in ub_overlap.reports()",
+        )
     for node in gm.graph.nodes:
-        if is_planned(node):
-            raise OptionError(
-                what="the graph was rewritten before",
-                where=f"{where}: node {node.name}",
-                got=str(node.target),
-                fix="pass the graph as traced; its plan is in ub_overlap.reports()",
-            )
         if (why := _refusal(node)) is not None:
             raise OptionError(
                 what=f"not a graph of ATen ops: {why}",
@@ -105,14 +109,19 @@ def hoist_attributes(graph: Graph) -> None:
 
 
 def compute_values(gm: GraphModule, inputs: Sequence[Any], where: str) -> None:
-    """Give `meta["val"]` to all nodes, by fake tensors, if one lacks it. `inputs`: real or fake."""
-    computed = [n for n in gm.graph.nodes if n.op in ("placeholder", "call_function")]
-    if all("val" in n.meta for n in computed) and all("val" in n.meta for n in _tensor_attributes(gm)):
-        return
+    """Give all nodes `meta["val"]` of one fake mode, unless they have it. `inputs`: real or fake.
+
+    make_fx gives each value a mode of its own where it traces real tensors.
+    """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    if all("val" in n.meta for n in placeholders):
-        inputs = [n.meta["val"] for n in placeholders]
-    mode = compat.detect_fake_mode(list(inputs)) or compat.FakeTensorMode()
+    nodes = [*(n for n in gm.graph.nodes if n.op in ("placeholder", "call_function")), *_tensor_attributes(gm)]
+    if all("val" in n.meta for n in nodes) and len(_modes(n.meta["val"] for n in nodes)) <= 1:
+        return
+    values = [n.meta.get("val") for n in placeholders]
+    if all("val" in n.meta for n in placeholders) and len(_modes(values)) == 1:
+        inputs = values
+    modes = _modes(inputs)
+    mode = modes[0] if modes else compat.FakeTensorMode()
     fake = [mode.from_tensor(x, static_shapes=True) if _is_real(x) else x for x in inputs]
     before = mode.allow_non_fake_inputs
     mode.allow_non_fake_inputs = True  # attributes are real
@@ -128,6 +137,12 @@ def compute_values(gm: GraphModule, inputs: Sequence[Any], where: str) -> None:
         ) from error
     finally:
         mode.allow_non_fake_inputs = before
+
+
+def _modes(values: Iterable[Any]) -> list[Any]:
+    """Return the fake modes of the tensors among `values`, each once."""
+    tensors = [x for x in compat.tree_leaves(list(values)) if isinstance(x, torch.Tensor) and not _is_real(x)]
+    return list({id(mode): mode for mode in map(compat.fake_mode_of, tensors)}.values())
 
 
 def _is_real(x: Any) -> bool:

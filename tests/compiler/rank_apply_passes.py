@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import annotate
+from torch.nn.functional import cross_entropy
 
 import ub_overlap
 from tests.compiler.rank_compile import world_name
+from tests.models.absent import stand_ins
 from tests.models.compare import error, uncached
+from tests.models.torchtitan_llama import UNUSED
 from tests.models.whole_step import trace
 from ub_overlap._torch_compat import compile_fx
 from ub_overlap.compiler.reports.history import HISTORY
@@ -65,7 +71,7 @@ def reported(rank: int, world: int) -> dict[str, Any]:
     options = {"overlap": "off", "overrides": {"step.[02]": "split"}, "verify": True}
     apply(gm, inputs, options=options, parameters=range(2))
     report = ub_overlap.explain(gm)(*inputs)
-    plan = report.plans[0]
+    plan, calls = report.plans[0], [d.calls for d in report.decisions if d.overlapped]
     saved = apply(again, inputs, options={"overlap": "off", "overrides": plan}, parameters=range(2))
     mark = HISTORY.mark()
     with uncached(), torch.no_grad():
@@ -73,7 +79,7 @@ def reported(rank: int, world: int) -> dict[str, Any]:
         compiled = torch.compile(again, backend="ub_overlap")(*inputs)
     return {
         "phase": plan.phase,
-        "calls": [d.calls for d in report.decisions if d.overlapped],
+        "calls": calls,
         "strategies": [str(d.strategy) for d in plan.decisions],
         "saved": [row["strategy"] for row in saved],
         "errors": [worst(list(got), expected) for got in (run(gm, inputs), lowered, compiled)],
@@ -81,10 +87,40 @@ def reported(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-def gathered_by_halves(x: Tensor, w: Tensor) -> Tensor:
-    """Rows of the ranks alternate in what the matmul reads: [R, m, K] -> [m, R, K] -> [m * R, K]."""
+def graph_trainer(rank: int, world: int) -> tuple[float, Rows]:
+    """Return the error and the decisions of a step that torchtitan traces (aot_fx_trace), behind two of its own passes."""
+    case = importlib.import_module("tests.models.sharded_llama").build(rank, world, source="torchtitan", tp=2)
+    with stand_ins(*UNUSED):
+        from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer, run_traced
+        from torchtitan.experiments.graph_trainer.remove_noop_passes import canonicalize_graph_pass, eliminate_dead_code_pass
+
+    (tokens,) = case.inputs
+    parameters = list(case.module.parameters())
+
+    def step(tokens: Tensor, labels: Tensor) -> list[Tensor]:
+        with annotate({"module_fqn": "model"}):
+            logits = case.module(tokens)
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return [loss, *torch.autograd.grad(loss, parameters)]
+
+    traced = minimal_fx_tracer(step, module=case.module)(tokens, tokens.roll(1, 1))
+
+    def outputs() -> list[Tensor]:
+        values = run_traced(traced, module=case.module)(tokens, tokens.roll(1, 1))
+        return [v.to_local() if isinstance(v, DTensor) else v for v in values]
+
+    expected, mark = outputs(), HISTORY.mark()
+    options = {"overlap": "off", "overrides": [{"phase": "backward", "module": "model", "strategy": "split"}]}
+    own = functools.partial(ub_overlap.apply_passes, parameters=range(traced.num_static_inputs), options=options)
+    for one in (eliminate_dead_code_pass, canonicalize_graph_pass, own):
+        traced.gm = one(traced.gm, traced.example_inputs)
+    return worst(outputs(), expected), [d.to_dict() for plan in HISTORY.since(mark) for d in plan.decisions]
+
+
+def gathered_columns_alternate(x: Tensor, w: Tensor) -> Tensor:
+    """The columns of the ranks alternate in what the matmul reads: [R, m, K] -> [m, K, R] -> [m, K * R]."""
     g = funcol.all_gather_tensor(x, 0, world_name())
-    return g.view(-1, *x.shape).transpose(0, 1).reshape(-1, x.shape[1]) @ w
+    return g.view(-1, *x.shape).permute(1, 2, 0).reshape(x.shape[0], -1) @ w.repeat(g.shape[0] // x.shape[0], 1)
 
 
 def gathered_and_written(x: Tensor, w: Tensor) -> Tensor:
@@ -101,7 +137,7 @@ def written_product(x: Tensor, w: Tensor) -> Tensor:
 def alike(rank: int, world: int) -> dict[str, tuple[float, Rows]]:
     """Return the error and the decisions of graphs that resemble a site."""
     outcomes = {}
-    for function in (gathered_by_halves, gathered_and_written, written_product):
+    for function in (gathered_columns_alternate, gathered_and_written, written_product):
         torch.manual_seed(rank)
         inputs = [torch.randn(6, 8), torch.randn(8, 10)]
         gm = make_fx(function)(*inputs)

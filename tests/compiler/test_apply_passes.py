@@ -18,7 +18,7 @@ import ub_overlap
 from tests.harness.ranks import RankPool
 from ub_overlap._torch_compat import FakeStore
 from ub_overlap.compiler.graph.graph_inputs import GraphInputs
-from ub_overlap.errors import OptionError
+from ub_overlap.runtime.errors import OptionError
 
 RANKS = "tests.compiler.rank_apply_passes"
 FORCE = {"overlap": "force"}
@@ -52,7 +52,7 @@ def test_sharded_step(pool2: RankPool) -> None:
         for worst, rows in outcome:
             assert worst == 0.0
             assert kinds(rows) == {"all_gather split": 4, "reduce_scatter split": 4}
-            starts = [row["window"]["start"] for row in rows]
+            starts = [row["window"]["starts"] for row in rows]
             assert starts[:3] == [0, 1, 2], "gathers of parameters start before all that computes"
 
 

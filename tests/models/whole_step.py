@@ -1,4 +1,4 @@
-"""A whole training step of a case as one function of tensors, for make_fx: forward, loss and backward; gradients are outputs."""
+"""A whole training step of a case as one function of tensors: forward, loss, and backward, whose gradients are outputs."""
 
 from __future__ import annotations
 
