@@ -45,9 +45,10 @@ def mark_halves(graph: Graph) -> None:
 
     Passes of the user insert copies of forward nodes there, to compute or gather again. They have no mark of autograd.
     """
-    first = first_of_backward(graph)
-    for node in graph.nodes if first is not None else ():
-        if node is first or not node < first:
+    first, is_behind = first_of_backward(graph), False
+    for node in graph.nodes:
+        is_behind = is_behind or node is first
+        if is_behind:
             node.meta[HALF] = "backward"
 
 

@@ -104,7 +104,9 @@ def is_planned(node: Node) -> bool:
 def hoist_attributes(graph: Graph) -> None:
     """Move the nodes that read attributes, such as parameters that a closure held, in front of all that computes."""
     first = next((n for n in graph.nodes if n.op not in ("placeholder", "get_attr")), None)
-    for node in graph.find_nodes(op="get_attr") if first is not None else ():
+    if first is None:
+        return
+    for node in graph.find_nodes(op="get_attr"):
         first.prepend(node)
 
 

@@ -95,13 +95,12 @@ def graph_trainer(rank: int, world: int) -> tuple[float, Rows]:
         from torchtitan.experiments.graph_trainer.remove_noop_passes import canonicalize_graph_pass, eliminate_dead_code_pass
 
     (tokens,) = case.inputs
-    parameters = list(case.module.parameters())
 
     def step(tokens: Tensor, labels: Tensor) -> list[Tensor]:
         with annotate({"module_fqn": "model"}):
             logits = case.module(tokens)
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return [loss, *torch.autograd.grad(loss, parameters)]
+        return [loss, *torch.autograd.grad(loss, list(case.module.parameters()))]
 
     traced = minimal_fx_tracer(step, module=case.module)(tokens, tokens.roll(1, 1))
 

@@ -100,5 +100,5 @@ def test_graph_trainer(titan4: RankPool) -> None:
     expected = ["none"] * forward + ["split"] * (backward + NORMS)
     for worst, rows in titan4.run("tests.compiler.rank_apply_passes:graph_trainer"):
         assert worst <= 64 * torch.finfo(torch.float32).eps
-        assert [row["strategy"] for row in rows] == expected, [(row["id"], row["kind"], row["strategy"]) for row in rows]
+        assert [row["strategy"] for row in rows] == expected, [(row["id"], row["module"], row["strategy"]) for row in rows]
         assert {row["phase"] for row in rows} == {"step"} and {row["module"] for row in rows[1:forward]} == {"model"}
