@@ -14,16 +14,18 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.runtime import ops
 from ub_overlap.runtime.errors import OptionError
+from ub_overlap.runtime.session import plan_graphs
 
+from .diff.compare_ranks import explain_difference
 from .diff.joint_snapshot import JointSnapshot
 from .graph.graph_inputs import GraphInputs
 from .graph.in_flight_inputs import has_in_flight_inputs, wait_for_inputs
 from .inductor import apply_bug_patches, estimate_own_ops, register_lowerings
 from .inductor.backward_parts import inner_compiler
-from .options import Options
+from .options import Options, parse
 from .passes import HOOKS, JointPass, RewritePass
-from .prepare import parse_and_load
 from .rewrite.weight_gradients import separate_weight_gradients
 
 MOST_FUSED_OPERATIONS = 100
@@ -85,6 +87,14 @@ def passes(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
             fix="use torch.compile(model, backend='ub_overlap', options=...)",
         )
     return _inductor_options(ours, theirs, ours.mode, GraphInputs(is_known=False))
+
+
+def parse_and_load(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
+    """Return (our options, Inductor's) after loading what compiled graphs need. OptionError for invalid options."""
+    ours, theirs = parse(options, compat.inductor_option_names())
+    ops.load()
+    plan_graphs.install(explain_difference)
+    return ours, theirs
 
 
 def _inductor_options(ours: Options, theirs: dict[str, Any], mode: str | None, inputs: GraphInputs) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def mark_halves(graph: Graph) -> None:
     """
     first, is_behind = first_of_backward(graph), False
     for node in graph.nodes:
-        is_behind = is_behind or node is first
+        is_behind = is_behind or node == first
         if is_behind:
             node.meta[HALF] = "backward"
 

@@ -16,9 +16,9 @@ from ub_overlap.runtime.fp8 import amax_history
 from ub_overlap.runtime.site_id import SiteId
 from ub_overlap.runtime.stats import site_stats
 
-from ..apply_passes import plan_digest
 from ..cost.profile_lookup import load
 from ..options import Options
+from ..traced.apply_passes import plan_digest
 from .history import HISTORY
 from .isolated_compile import CompiledPart, compiled_parts, isolated_compiler
 from .measured import measure_sites

@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.errors import OptionError
 
-from .aten import is_mutable, storage_node, tensor_of
+from ..graph.aten import is_mutable, storage_node, tensor_of
 
 
 def replace_writes(graph: Graph, where: str) -> int:

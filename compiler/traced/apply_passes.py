@@ -19,16 +19,16 @@ from torch.fx import GraphModule
 
 from ub_overlap.runtime.errors import OptionError
 
-from .diff.joint_snapshot import JointSnapshot
-from .graph.graph_inputs import GraphInputs
-from .graph.in_place import replace_writes
-from .graph.joint_graph import first_of_backward, is_in_backward, mark_halves
-from .graph.traced_graph import PLAN, check_traced_graph, compute_values, hoist_attributes
-from .inductor import apply_bug_patches, register_lowerings
-from .options import Options
-from .passes import JointPass, RewritePass
-from .plan.phase import PHASES, Phase
-from .prepare import parse_and_load
+from ..backend import parse_and_load
+from ..diff.joint_snapshot import JointSnapshot
+from ..graph.graph_inputs import GraphInputs
+from ..graph.joint_graph import first_of_backward, is_in_backward, mark_halves
+from ..graph.traced_graph import PLAN, check_traced_graph, compute_values, hoist_attributes
+from ..inductor import apply_bug_patches, register_lowerings
+from ..options import Options
+from ..passes import JointPass, RewritePass
+from ..plan.phase import PHASES, Phase
+from .in_place import replace_writes
 
 WHERE = "ub_overlap.apply_passes"
 
