@@ -45,8 +45,7 @@ def apply_passes(
 ) -> GraphModule:
     """Overlap the collectives of an ATen graph that was traced without torch.compile. Return the module, changed in place.
 
-        traced = make_fx(step)(*state, *batch)
-        ub_overlap.apply_passes(traced, (*state, *batch), parameters=range(len(state)))
+        ub_overlap.apply_passes(make_fx(step)(w1, w2, x), (w1, w2, x), parameters=[0, 1])
 
     `graph_module`: ATen ops and functional collectives, as of make_fx. `example_inputs`: a tensor, real or fake, or a number
     for each placeholder. They give `meta["val"]` to graphs that lack it; real ones are not changed. `options`: as of
