@@ -18,6 +18,7 @@ import ub_overlap
 from tests.harness.ranks import RankPool
 from ub_overlap._torch_compat import FakeStore
 from ub_overlap.compiler.graph.graph_inputs import GraphInputs
+from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime.errors import OptionError
 
 RANKS = "tests.compiler.rank_apply_passes"
@@ -175,3 +176,17 @@ def test_parameters(fake_group: None) -> None:
     assert names(gm, inputs, (1,)) == {w} and names(gm, inputs, ()) == set()
     assert names(gm, [inputs[0], weight], None) == {w} and names(gm, inputs, None) == {x, w}
     assert names(held, inputs[:1], None) == {attribute} and names(held, inputs[:1], (0,)) == {x, attribute}
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_gather_that_backward_repeats_stays(fake_group: None, marked: bool) -> None:
+    """Two gathers of one tensor are merged, but not across the halves of a step: a pass of the user has repeated one there."""
+    gm, inputs = traced(lambda x, w: (gathered(x, w), gathered(x, w * 2)))
+    gathers = [n for n in gm.graph.nodes if "all_gather_into_tensor" in str(n.target)]
+    if marked:
+        gathers[1].prev.meta["autograd_backward"] = True
+    mark = HISTORY.mark()
+    ub_overlap.apply_passes(gm, inputs, options={"overlap": "force"})
+    (plan,) = HISTORY.since(mark)
+    assert plan.phase == ("step" if marked else "forward")
+    assert [str(d.strategy) for d in plan.decisions].count("merged") == (0 if marked else 1)
