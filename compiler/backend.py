@@ -44,7 +44,7 @@ def ub_overlap(
     if has_in_flight_inputs(example_inputs):
         compiled = ub_overlap(gm, wait_for_inputs(example_inputs), options=options, mode=mode)
         return lambda *inputs: compiled(*wait_for_inputs(inputs))
-    ours, theirs = _prepared(options)
+    ours, theirs = parse_and_load(options)
     if ours.inner == "aot_eager":
         return _compile_aot_eager(gm, example_inputs, ours)
     facts = GraphInputs.of(example_inputs)
@@ -70,7 +70,7 @@ def passes(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
       `torch.distributed._functional_collectives.wait_tensor` on them before.
     - The hints of symbolic sizes are not part of cache keys. A cached graph may have strategies chosen for other sizes.
     """
-    ours, theirs = _prepared(options)
+    ours, theirs = parse_and_load(options)
     if ours.inner != "inductor":
         raise OptionError(
             what="ub_overlap.passes needs Inductor",
@@ -89,8 +89,8 @@ def passes(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     return _inductor_options(ours, theirs, ours.mode, GraphInputs(is_known=False))
 
 
-def _prepared(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
-    """Return (our options, Inductor's) after loading what compiled graphs need."""
+def parse_and_load(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
+    """Return (our options, Inductor's) after loading what compiled graphs need. OptionError for invalid options."""
     ours, theirs = parse(options, compat.inductor_option_names())
     ops.load()
     plan_graphs.install(explain_difference)

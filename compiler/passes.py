@@ -38,6 +38,7 @@ from .graph.functional_copies import drop_copies
 from .graph.graph_inputs import GraphInputs
 from .graph.joint_graph import drop_unread
 from .graph.source_location import calling_line
+from .graph.traced_graph import is_planned
 from .joint.activation_memory import apply_save_policy
 from .joint.decompose_collectives import decompose_collectives, may_decompose
 from .joint.merge.merge_amax_reductions import merge_amax_reductions
@@ -47,6 +48,8 @@ from .joint.scatter_first import mesh_signature, scatter_first
 from .match.amax_reductions import mark_amax_reductions
 from .match.site import Fused
 from .options import Options
+from .plan.phase import Phase
+from .plan.plan import Plan
 from .reports.history import HISTORY
 from .reports.summary import announce_plan
 from .rewrite.part_strides import Outputs
@@ -80,11 +83,15 @@ def phase_of(graph: Graph) -> str:
 
 class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
     def __init__(
-        self, options: Options, inputs: GraphInputs | None = None, joint_snapshot: JointSnapshot | None = None
+        self,
+        options: Options,
+        inputs: GraphInputs | None = None,
+        joint_snapshot: JointSnapshot | None = None,
+        phase: Phase | None = None,
     ) -> None:
-        """`joint_snapshot`: shared by the passes of one graph."""
+        """`joint_snapshot`: shared by the passes of one graph. `phase`: of the graph; None: by its inputs."""
         super().__init__()
-        self.options, self.inputs = options, inputs or GraphInputs()
+        self.options, self.inputs, self.phase = options, inputs or GraphInputs(), phase
         self.joint_snapshot = joint_snapshot or JointSnapshot()
 
     def uuid(self) -> Any:
@@ -195,20 +202,27 @@ class RewritePass(_Pass):
     """Find sites, decide, record the plan, and rewrite the graph."""
 
     _calling_line = ""
+    plan: Plan | None = None
+    """Of the last graph; None where it has no collectives."""
 
     def __call__(self, graph: Graph) -> None:
         host_groups.name_host_groups()
+        if any(map(is_planned, graph.nodes)):  # apply_passes has rewritten it; windows are placed
+            if self.options.inner == "inductor":
+                compat.keep_order()
+            return
         if self.options.fp8.is_on:
             copy_returned_casts(graph)
-        phase = phase_of(graph)
-        if phase == "forward" or not self._calling_line:  # backward may be compiled by autograd, far from the user's call
+        phase = self.phase or phase_of(graph)
+        if phase != "backward" or not self._calling_line:  # backward may be compiled by autograd, far from the user's call
             self._calling_line = calling_line()
-        parameters = self.inputs.parameters_in(graph) if self.inputs.is_known else None
+        parameters = self.inputs.parameters_in(graph) if self.inputs.knows_parameters else None
         neighbors = self.inputs.neighbors_in(graph)
         prepare_sites(graph, self.options, parameters)
         decided = decide(graph, self.options, phase, transport.unsupported_reason, self._calling_line, neighbors, parameters)
         if not (decided.plan.decisions or decided.plan.casts):
             return
+        self.plan = decided.plan
         HISTORY.record(decided.plan)
         plan_announcements.announce_plan(decided.groups, decided.plan.graph, decided.plan.digest)
         announce_plan(decided.plan)

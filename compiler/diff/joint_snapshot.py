@@ -75,7 +75,7 @@ class JointSnapshot:
         if snapshots is None:
             return
         joint = None
-        if plan.phase == "forward":
+        if plan.phase != "backward":
             joint, self.joint = self.joint, None
         try:
             graphs = PlanGraphs(plan.digest, plan.phase, *snapshots, joint)

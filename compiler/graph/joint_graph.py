@@ -23,10 +23,46 @@ def needs_tangents(graph: Graph) -> set[Node]:
 
 def is_in_backward(node: Node) -> bool:
     """Return whether backward computes `node` in the traced program, with or without tangents."""
-    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+    return half_of(node) == "backward"
 
 
-_REGION_KEYS = ("partitioner_tag", "recompute", "ac_graph_id")
+def half_of(node: Node) -> str:
+    """Return "forward" or "backward": the half of a training step to which the trace ascribes `node`.
+
+    The partitioner's tag says it in a joint graph of AOTAutograd, the mark of torch's autograd in others.
+    """
+    tag = node.meta.get("partitioner_tag")
+    is_backward = node.meta.get("autograd_backward") if tag is None else tag in ("is_backward", "must_be_in_backward")
+    return "backward" if is_backward else "forward"
+
+
+HALF = "ub_overlap_half"
+"""Key of node.meta: set by `mark_halves`."""
+
+
+def mark_halves(graph: Graph) -> None:
+    """Mark all nodes behind the first of backward, in a graph of a whole step.
+
+    Passes of the user insert copies of forward nodes there, to compute or gather again. They have no mark of autograd.
+    """
+    first, is_behind = first_of_backward(graph), False
+    for node in graph.nodes:
+        is_behind = is_behind or node == first
+        if is_behind:
+            node.meta[HALF] = "backward"
+
+
+def first_of_backward(graph: Graph) -> Node | None:
+    """Return the first node that autograd has marked, or in a graph without marks the first op that is named so; else None.
+
+    make_fx alone marks nothing: nodes of backward in front of the first such op, as of the loss, are then not known.
+    """
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    marked = next(filter(is_in_backward, calls), None)
+    return marked if marked is not None else next((n for n in calls if "_backward" in str(n.target)), None)
+
+
+_REGION_KEYS = ("partitioner_tag", "recompute", "ac_graph_id", HALF)
 
 
 def region_of(node: Node) -> tuple[object, ...]:

@@ -48,9 +48,12 @@ def module_paths(node: Node) -> tuple[str, ...]:
 
 
 def _innermost_source(node: Node) -> str:
-    """Return Dynamo's source of the module: "L['self'].layers.0.wq"."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return next((path for path, _ in reversed(stack.values())), "") if isinstance(stack, dict) else ""
+    """Return Dynamo's source of the module, "L['self'].layers.0.wq", or the name that torchtitan's graph_trainer annotates."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if isinstance(stack, dict) and stack:
+        return next(path for path, _ in reversed(stack.values()))
+    annotated = (node.meta.get("custom") or {}).get("module_fqn", "")
+    return annotated if isinstance(annotated, str) else ""
 
 
 @lru_cache(maxsize=4096)

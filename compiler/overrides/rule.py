@@ -6,7 +6,8 @@ module    glob, or a list of globs, of module paths as the report shows them. It
           "*.wq" is a wq anywhere. The variable of a compiled function ("model.layers.0") may be omitted. Default: any module
 kind      glob of kinds ("all_gather_matmul", "matmul_*", ...). A kind without "matmul" matches every such collective; a kind
           with "matmul" only those next to a matmul. Default: any
-phase     "forward" or "backward". Default: both
+phase     "forward" or "backward". Default: both. In the graph of a whole step: the half of the
+          site, by the marks of autograd
 strategy  see requested_strategy.py
 optional  True: no warning where the rule matches no site
 """
@@ -23,7 +24,7 @@ from ..plan.reasons import Kind
 from .option_file import refused
 from .requested_strategy import EXPECTED, Override, is_requestable, override_of
 
-PHASES = ("forward", "backward")
+HALVES = ("forward", "backward")
 FIELDS = ("module", "kind", "phase", "strategy", "optional")
 
 
@@ -97,7 +98,7 @@ def parse_rule(row: Mapping[Any, Any], origin: str, name: str) -> Rule:
     if not isinstance(kind, str) or not any(fnmatchcase(k, kind) for k in names):
         raise refused(origin, f"{name}.kind", row["kind"], f"a glob of {', '.join(names)}")
     phase = row.get("phase") or ""
-    if phase not in ("", *PHASES):
+    if phase not in ("", *HALVES):
         raise refused(origin, f"{name}.phase", row["phase"], "'forward' or 'backward'")
     strategy = row["strategy"]
     if not is_requestable(strategy):

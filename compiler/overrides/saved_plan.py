@@ -14,11 +14,12 @@ from typing import Any
 
 from ub_overlap.runtime.errors import OptionError
 
+from ..plan.phase import PHASES
 from ..plan.reasons import Kind, Reason, collective_of
 from ..plan.strategy import Mode, Strategy, parse
 from .option_file import refused
 from .requested_strategy import Override
-from .rule import PHASES, SiteDescription
+from .rule import SiteDescription
 
 VERSIONS = (1, 2, 3)
 """Of reports and the output of `plan --save`, and of stored plans (compiler/plan/records.py)."""

@@ -23,7 +23,7 @@ class UnmatchedPatterns:
             if _can_match(pattern, phase):  # "backward.*" does not concern forward graphs
                 unmatched += self._first_miss(f"pattern {pattern!r}", phase, any(fnmatchcase(s.id, pattern) for s in sites))
         for rule in rules:
-            if rule.phase in ("", phase) and not rule.optional:
+            if (rule.phase in ("", phase) or phase == "step") and not rule.optional:
                 unmatched += self._first_miss(rule.title, phase, any(rule.matches(s) for s in sites))
         if unmatched:
             modules = ", ".join(dict.fromkeys(m for s in sites for m in s.modules)) or "none"

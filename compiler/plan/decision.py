@@ -183,7 +183,7 @@ class Decision:
     """"<phase>.<number in graph order>"; a site of the op's `site` argument."""
     kind: Kind
     phase: str
-    """"forward" (also inference) or "backward"."""
+    """"forward" (also inference), "backward", or "step": both in one graph."""
     strategy: Strategy | DispatchTable
     reason: Reason | None = None
     """Set exactly when strategy.mode is none."""

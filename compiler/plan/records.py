@@ -14,6 +14,7 @@ from ub_overlap.runtime import plan_store
 from ub_overlap.runtime.errors import StoredFileError
 from ub_overlap.runtime.stored_file import CheckedText, bad_field, validate
 
+from .phase import PHASES, Phase
 from .reasons import Kind, Reason
 from .strategy import Mode, parse
 
@@ -23,8 +24,7 @@ VERSION = 1
 PLAN_VERSION = 3
 """Of the JSON of stored plans. It is raised when the digest has other content: then plans of before do not have theirs."""
 
-Phase = Literal["forward", "backward"]
-_SITE = re.compile(r"(forward|backward)\.[0-9]{1,9}(\.[a-z0-9_]+)?\Z")
+_SITE = re.compile(rf"({'|'.join(PHASES)})\.[0-9]{{1,9}}(\.[a-z0-9_]+)?\Z")
 
 
 class SiteName(CheckedText):
@@ -33,7 +33,7 @@ class SiteName(CheckedText):
     @classmethod
     def check(cls, text: str) -> None:
         if not _SITE.match(text):
-            raise ValueError("a site id: forward.N or backward.N")
+            raise ValueError("a site id: forward.N, backward.N or step.N")
 
 
 class KindName(CheckedText):
@@ -262,7 +262,7 @@ class GraphsRecord(TypedDict):
     """The graph of a plan before and after the rewrite."""
 
     plan: str
-    phase: Literal["forward", "backward"]
+    phase: Phase
     before: SnapshotRecord
     after: SnapshotRecord
     joint: NotRequired[tuple[SnapshotRecord, SnapshotRecord] | None]

@@ -11,12 +11,14 @@ import torch
 
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import verify
+from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.fp8 import amax_history
 from ub_overlap.runtime.site_id import SiteId
 from ub_overlap.runtime.stats import site_stats
 
 from ..cost.profile_lookup import load
 from ..options import Options
+from ..traced.apply_passes import plan_digest
 from .history import HISTORY
 from .isolated_compile import CompiledPart, compiled_parts, isolated_compiler
 from .measured import measure_sites
@@ -36,8 +38,10 @@ def explain(
     The model is compiled apart from what this process has compiled: no cache is read, and no compiled code is changed. All
     ranks of the model's groups must call it together. The forward runs once. If an output needs a gradient, so does the
     backward, through torch.autograd.grad, so that no .grad changes. Buffers that a forward updates are updated; the amax
-    history of delayed scaling is not.
+    history of delayed scaling is not. A graph that `apply_passes` has rewritten is run as it is, on tensors.
     """
+    if (digest := plan_digest(model)) is not None:
+        return _explain_rewritten(model, digest, options, measure)
     parts = compiled_parts(model)
     parts = [replace(p, options=options if options is not None else p.options) for p in parts]
 
@@ -65,6 +69,33 @@ def explain(
                     once(function)
         profiles = [p.options["profile"] for p in own if p.options and p.options.get("profile") is not None]
         return Report(plans, before, load(profiles[0]) if profiles else None, measured, errors, HISTORY.token_splits(mark))
+
+    return run
+
+
+def _explain_rewritten(
+    graph: Callable[..., Any], digest: str, options: Mapping[str, Any] | None, measure: bool
+) -> Callable[..., Report]:
+    """Return `explain` of a graph that `apply_passes` has rewritten. `digest`: of its plan; "" without collectives."""
+    if options is not None:
+        raise OptionError(
+            what="a graph that was rewritten keeps its options",
+            where="ub_overlap.explain(graph, options)",
+            got=repr(dict(options)),
+            fix="trace the graph again, and give the options to ub_overlap.apply_passes",
+        )
+
+    def run(*args: Any) -> Report:
+        before = site_stats()
+
+        def once() -> None:
+            with torch.no_grad():  # the graph holds its backward
+                graph(*args)
+
+        once()
+        plans = HISTORY.find_all([digest] if digest else [])
+        sites = [str(SiteId(p.digest, d.id)) for p in plans for d in p.decisions if d.overlapped]
+        return Report(plans, before, measured=measure_sites(once, sites) if measure else {})
 
     return run
 

@@ -11,6 +11,7 @@ from ub_overlap.runtime import plan_store
 from ub_overlap.runtime.errors import StoredFileError
 
 from ..plan import plan_files
+from ..plan.phase import PHASES
 from ..plan.plan import Plan
 from ..tokens.token_split import TokenSplit
 
@@ -83,7 +84,7 @@ class History:
     def find_all(self, digests: Iterable[str]) -> list[Plan]:
         """Return the plans of `digests` that are in memory or in the store, forward plans first."""
         plans = [p for d in dict.fromkeys(digests) if (p := self.find(d)) is not None]
-        return sorted(plans, key=lambda p: p.phase != "forward")
+        return sorted(plans, key=lambda p: PHASES.index(p.phase))
 
 
 HISTORY = History()

@@ -11,6 +11,7 @@ from ub_overlap.runtime.site_id import SiteId
 
 from ..cost.policy import Policy
 from ..graph.graph_inputs import NO_NEIGHBORS, Neighbors
+from ..graph.joint_graph import is_in_backward
 from ..graph.sizes import size_symbols
 from ..joint.joint_decision import joint_decision
 from ..match import Candidate, Miss, find_candidates
@@ -58,14 +59,15 @@ def decide(
     neighbors: Neighbors = NO_NEIGHBORS,
     parameters: Collection[Node] | None = None,
 ) -> Decided:
-    """Decide every collective of `graph`; `phase` is "forward" or "backward".
+    """Decide every collective of `graph`; `phase`: plan/phase.py.
 
     `calling_line`: the source of sites that have no line of the user's code in the graph. `neighbors`: packed
     weights. `parameters`: placeholders of parameters, None where they are not known.
     """
     candidates = find_candidates(graph)
-    if phase == "backward":
-        apply_reduce_dtype(graph, candidates, options.gradient_dtype)
+    if phase != "forward":
+        of_backward = candidates if phase == "backward" else [c for c in candidates if is_in_backward(c.collective.node)]
+        apply_reduce_dtype(graph, of_backward, options.gradient_dtype)
     names = [f"{phase}.{number}" for number in range(len(candidates))]
     overrides = find_overrides(candidates, options, phase)
     order, costs = FusionOrder(graph), SiteCosts.of(graph, Policy.of(options), neighbors)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ub_overlap.compiler.reports.explain import explain
     from ub_overlap.compiler.reports.report import Report, reports
     from ub_overlap.compiler.tokens.tokenwise import tokenwise
+    from ub_overlap.compiler.traced.apply_passes import apply_passes
     from ub_overlap.runtime import errors
     from ub_overlap.runtime.errors import UbOverlapError
     from ub_overlap.runtime.fp8.amax_history import fp8_state
@@ -61,6 +62,7 @@ __all__ = [
     "all_gather_matmul",
     "all_reduce",
     "all_to_all",
+    "apply_passes",
     "backend",
     "check_errors",
     "configure",
@@ -106,6 +108,7 @@ if not TYPE_CHECKING:
         "all_gather_matmul": ("ub_overlap.runtime.functional", "all_gather_matmul"),
         "all_reduce": ("ub_overlap.runtime.functional", "all_reduce"),
         "all_to_all": ("ub_overlap.runtime.functional", "all_to_all"),
+        "apply_passes": ("ub_overlap.compiler.traced.apply_passes", "apply_passes"),
         "backend": ("ub_overlap.compiler.backend", "ub_overlap"),
         "check_errors": ("ub_overlap.runtime.functional", "check_errors"),
         "configure": ("ub_overlap.runtime.settings", "configure"),

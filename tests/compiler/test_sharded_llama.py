@@ -90,3 +90,15 @@ def test_torchtitan(titan4: RankPool, variant: dict[str, Any], expected: dict[st
     outcome = check(titan4, {"source": "torchtitan", **variant}, SPLIT)
     assert counts(outcome) == expected, counts(outcome)
     assert {d["strategy"] for d in outcome.decisions} == {"split"}
+
+
+def test_graph_trainer(titan4: RankPool) -> None:
+    """apply_passes as one of graph_trainer's passes: a rule finds the backward half of the one graph by autograd's marks."""
+    forward, backward = (
+        PARAMETERS + sum(n for key, n in TP.items() if key.startswith(half)) for half in ("forward", "backward")
+    )
+    expected = ["none"] * forward + ["split"] * (backward + NORMS)
+    for worst, rows in titan4.run("tests.compiler.rank_apply_passes:graph_trainer"):
+        assert worst <= 64 * torch.finfo(torch.float32).eps
+        assert [row["strategy"] for row in rows] == expected, [(row["id"], row["module"], row["strategy"]) for row in rows]
+        assert {row["phase"] for row in rows} == {"step"} and {row["module"] for row in rows[1:forward]} == {"model"}
