@@ -35,9 +35,10 @@ _ZEROS = (aten.zeros_like.default, aten.zeros.default)
 
 
 def may_send_once(graph: Graph) -> bool:
-    """Return whether the graph has collectives, and repeats or sums."""
-    has_collective = any(graph.find_nodes(op="call_function", target=t) for t in EXCHANGES)
-    return has_collective and any(_repeat_of(n) is not None or _summed(n) is not None for n in graph.nodes)
+    """Return whether `send_once` would change the graph."""
+    if not any(graph.find_nodes(op="call_function", target=t) for t in EXCHANGES):
+        return False
+    return bool(_repeated(graph)[1] or _only_summed(graph)[2])
 
 
 def send_once(graph: Graph) -> int:
@@ -47,12 +48,7 @@ def send_once(graph: Graph) -> int:
 
 def _repeat_behind(graph: Graph) -> int:
     """Send what is repeated once, and repeat it where it is read."""
-    repeats: dict[Node, Repeat] = {}
-    for node in graph.nodes:
-        found = _repeat_of(node) or carried(node, repeats)
-        if found is not None:
-            repeats[node] = found
-    exchanges = [n for n in repeats if n.target in EXCHANGES and any(u in repeats for u in n.users)]
+    repeats, exchanges = _repeated(graph)
     if not exchanges:
         return 0
     behind = _behind(exchanges, repeats)
@@ -66,8 +62,7 @@ def _repeat_behind(graph: Graph) -> int:
 
 def _sum_in_front(graph: Graph) -> int:
     """Send sums over repeats, where only these are read."""
-    repeats, sums = _only_summed(graph)
-    exchanges = [n for n, repeat in repeats.items() if n.target in EXCHANGES and needed(n, repeat) is not None]
+    repeats, sums, exchanges = _only_summed(graph)
     if not exchanges:
         return 0
     behind = _behind(exchanges, {**repeats, **sums})
@@ -111,16 +106,27 @@ def _summed(node: Node) -> Repeat | None:
     return Repeat(dim, shape[dim]) if shape[dim] > 1 and node.args[0].meta["val"].is_floating_point() else None
 
 
-def _only_summed(graph: Graph) -> tuple[dict[Node, Repeat], dict[Node, Repeat]]:
-    """Return the nodes that are read in sums over repeats only, and these sums."""
+def _repeated(graph: Graph) -> tuple[dict[Node, Repeat], list[Node]]:
+    """Return the nodes with repeats, and the collectives among them."""
+    repeats: dict[Node, Repeat] = {}
+    for node in graph.nodes:
+        found = _repeat_of(node)
+        if found is None and (is_getitem(node) or any(i in repeats for i in node.all_input_nodes)):
+            found = carried(node, repeats)
+        if found is not None:
+            repeats[node] = found
+    return repeats, [n for n in repeats if n.target in EXCHANGES and any(u in repeats for u in n.users)]
+
+
+def _only_summed(graph: Graph) -> tuple[dict[Node, Repeat], dict[Node, Repeat], list[Node]]:
+    """Return the nodes that are read in sums over repeats only, these sums, and the collectives among the nodes."""
     found: dict[Node, Repeat] = {}
     sums: dict[Node, Repeat] = {}
     asked: dict[Node, dict[Node, Repeat]] = {}
     for node in reversed(graph.nodes):
-        readers = _readers(node)
         wanted = asked.get(node, {})
         own = next(iter(wanted.values()), None)
-        if own is not None and wanted.keys() == set(readers) and all(r == own for r in wanted.values()):
+        if own is not None and all(r == own for r in wanted.values()) and wanted.keys() == set(_readers(node)):
             found[node] = own
             inputs = needed(node, own) or {}
         elif (summed := _summed(node)) is not None:
@@ -130,7 +136,7 @@ def _only_summed(graph: Graph) -> tuple[dict[Node, Repeat], dict[Node, Repeat]]:
             continue
         for source, repeat in inputs.items():
             asked.setdefault(source, {})[node] = repeat
-    return found, sums
+    return found, sums, [n for n, repeat in found.items() if n.target in EXCHANGES and needed(n, repeat) is not None]
 
 
 def _readers(node: Node) -> list[Node]:
