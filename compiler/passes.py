@@ -118,13 +118,13 @@ class JointPass(_Pass):
         has_float8 = bool(graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))
         reorders = self.options.scatter_first and self.options.overlap != "off"
         decomposes = self.options.overlap != "off" and may_decompose(graph)
-        repeats = reforms and (decomposes or may_send_once(graph))
+        policy = Policy.of(self.options)
+        repeats = reforms and (decomposes or may_send_once(graph, policy.threshold))
         may_change = merges or repeats or has_float8 or self.options.fp8.is_on or reorders or decomposes
         recorder = SnapshotRecorder(graph, "joint", settings.current().snapshots and may_change)
         recorder.before()
-        policy = Policy.of(self.options)
         decomposed = decompose_collectives(graph) if decomposes else 0
-        narrowed = send_once(graph) if repeats else 0
+        narrowed = send_once(graph, policy.threshold) if repeats else 0
         changes = {
             "ops with collectives inside": decomposed,
             "collectives without repeats": narrowed,

@@ -156,8 +156,10 @@ def _merge(graph: Graph, add: Node, a: _Reduced, b: _Reduced) -> Collective:
         reduction = e.call(old.target, copies.get(a.collective.input, total), *old.args[1:])
         wait = e.call(wait_target, reduction)
         result = e.reshape(wait, shape_of(add))
-    merged_count = sum(joint_decision(r.collective.node).merged_count for r in (a, b))
-    record_decision(reduction, merged_count=merged_count)
+    one, other = (joint_decision(r.collective.node) for r in (a, b))
+    saved = None if one.saved_bytes is None or other.saved_bytes is None else one.saved_bytes + other.saved_bytes
+    note = one.change_note or other.change_note
+    record_decision(reduction, merged_count=one.merged_count + other.merged_count, saved_bytes=saved, change_note=note)
     copy_region(add, (*copies.values(), reduction, wait, result))
     unread = set(add.all_input_nodes)
     add.replace_all_uses_with(result)

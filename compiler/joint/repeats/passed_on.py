@@ -6,7 +6,7 @@ elements.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,12 +36,16 @@ EXCHANGES = (
     c10d.reduce_scatter_tensor.default,
 )
 """Collectives that move rows of dim 0. What they add up, they add up element by element."""
+ADDABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Types in which gradients are added up."""
+_ROUNDINGS = {*((t, t) for t in ADDABLE), (torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
+"""Casts (from, to) that sums may move in front of: a sum of the first type, rounded once, in place of one of rounded terms."""
 _COPIES = (aten.clone.default, aten.contiguous.default)
 
 
 def is_static(node: Node) -> bool:
-    """Return whether `node` is a tensor of known sizes."""
-    return tensor_of(node) is not None and all(isinstance(size, int) for size in shape_of(node))
+    """Return whether `node` is a tensor of known sizes above 0."""
+    return tensor_of(node) is not None and all(isinstance(size, int) and size > 0 for size in shape_of(node))
 
 
 def needed(node: Node, repeat: Repeat) -> dict[Node, Repeat] | None:
@@ -75,6 +79,17 @@ def carried(node: Node, repeats: Mapping[Node, Repeat]) -> Repeat | None:
         return None
     wanted = needed(node, after)
     return after if wanted is not None and all(repeats.get(i) == r for i, r in wanted.items()) else None
+
+
+def passes_sums(node: Node, inputs: Iterable[Node]) -> bool:
+    """Return whether a sum over repeats of `node` may be made of those of its inputs.
+
+    In front of a wider type, or of one with fewer numbers, a sum would round or overflow where the traced one does not.
+    """
+    before = [dtype_of(i) for i in inputs]
+    if node.target in CASTS:
+        return (before[0], dtype_of(node)) in _ROUNDINGS
+    return all(dtype in ADDABLE for dtype in before)
 
 
 def emit_smaller(e: Emitter, node: Node, repeat: Repeat, smaller: Mapping[Node, Node]) -> Node:
@@ -135,20 +150,25 @@ def _keeps_together(node: Node, inputs: list[Node], repeat: Repeat) -> bool:
     """Return whether `node` keeps all r of each element together. `inputs` have its number of dims, and hold whole repeats."""
     if is_getitem(node) or node.target is aten.slice.Tensor:
         _, dim, *bounds = _read_cut(node)
-        return all(isinstance(b, int) for b in bounds) and repeat.cuts(dim, *bounds)
+        if is_getitem(node):  # all parts of a split have whole repeats, as its sizes are divided
+            bounds += [part.shape[dim] for part in node.args[0].meta["val"]]  # type: ignore[union-attr]
+        return all(map(_is_int, bounds)) and repeat.cuts(dim, *bounds)
     if node.target is aten.add.Tensor:
         return len(node.args) == 2 and all(isinstance(a, Node) and shape_of(a) == shape_of(node) for a in node.args)
     if node.target is aten.slice_scatter.default:
         place = _place(node)
         return len(node.args) < 6 and not node.kwargs and all(map(_is_int, place)) and repeat.cuts(place[0], *place[1:])
     if node.target in CASTS:
-        value, before = node.meta["val"], inputs[0].meta["val"]
-        return value.is_floating_point() and before.is_floating_point() and value.device == before.device
+        return bool(node.meta["val"].device == inputs[0].meta["val"].device)
     if node.target is c10d.all_to_all_single.default:
         splits = [*_splits(node, 1), *_splits(node, 2)]
         return all(map(_is_int, splits)) and repeat.cuts(0, *splits)
     if node.target is c10d.reduce_scatter_tensor.default:
         return node.args[1] in ("sum", "avg")
+    if (
+        node.target is c10d.wait_tensor.default
+    ):  # of a collective that passes no repeats on, nothing reads what is not waited for
+        return needed(inputs[0], repeat) is not None
     return True  # a cat, a gather, a wait: of inputs that hold whole repeats
 
 
