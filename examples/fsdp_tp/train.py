@@ -177,13 +177,15 @@ class Training:
 
 
 def gradient_error(model: nn.Module, plain: nn.Module) -> float:
-    """Return the largest error of the gradients of `model`, relative to the largest one of each parameter. On all ranks."""
+    """Return the largest error of any rank's gradients, relative to the largest one of each parameter. On all ranks."""
     worst = 0.0
     for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert parameter.grad is not None and other.grad is not None, name
         gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
         worst = max(worst, ((gradient - other.grad).abs().max() / other.grad.abs().max()).item())
-    return worst
+    largest = torch.tensor(worst, device=other.grad.device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
 
 
 def steps_of(flags: argparse.Namespace) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -220,7 +222,7 @@ def train(flags: argparse.Namespace) -> int:
     for number, batches in enumerate(steps_of(flags)):
         losses = [run.compute_gradients(batches) for run in runs]
         if flags.check and number == 0:
-            say(f"gradients of the first step: error {gradient_error(model, plain):.1e}")
+            say(f"gradients of the first step: error {gradient_error(*(run.model for run in runs)):.1e}")
         for run in runs:
             run.update()
         mean = torch.tensor(losses[0], device=flags.device)

@@ -68,7 +68,7 @@ def one_process(flags: argparse.Namespace, device: torch.device) -> tuple[list[f
             x = block(x)
         loss = torch.nn.functional.mse_loss(x, target)
         loss.backward()
-        losses.append(float(loss))
+        losses.append(loss.item())
         for name, parameter in parameters.items() if step == 0 else ():
             assert parameter.grad is not None, f"block {name} has no gradient"
             gradients[name] = parameter.grad

@@ -20,16 +20,23 @@ from ub_overlap.compiler.reports.report import Report
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/fsdp_tp/train.py"
 
 
-def train(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
-    """Run the example with --check. Return its exit code, what it compares, its decisions, and calls by site."""
-    sys.path.append(str(EXAMPLE.parent))
+def example() -> Any:
+    """Return the module of the example, which is a program and not a package."""
+    if str(EXAMPLE.parent) not in sys.path:
+        sys.path.append(str(EXAMPLE.parent))
     spec = importlib.util.spec_from_file_location("fsdp_tp_train", EXAMPLE)
     assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
+    """Run the example with --check. Return its exit code, what it compares, its decisions, and calls by site."""
+    program = example()
     mark, output = HISTORY.mark(), io.StringIO()
     with caches_off(), mock.patch.dict(os.environ, WORLD_SIZE=str(world)), contextlib.redirect_stdout(output):
-        code = example.train(example.parse([*arguments, "--check"]))
+        code = program.train(program.parse([*arguments, "--check"]))
     error = re.search(r"gradients of the first step: error (\S+)", output.getvalue())
     return {
         "code": code,

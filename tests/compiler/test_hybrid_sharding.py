@@ -13,7 +13,7 @@ from tests.models.compare import Comparison
 from tests.models.sharded_llama import PARAMETERS
 from ub_overlap.compiler.plan.reasons import collective_of
 
-from .rank_hybrid_sharding import train
+from .rank_hybrid_sharding import example, train
 from .test_sharded_llama import MODEL, NORMS, SPLIT, TP, counts, skip_without_torchtitan
 
 SMALL = "--device cpu --inner aot_eager --steps 2 --seq 16 --batch 1 --dim 64 --layers 1 --tp 2 --replicate 2"
@@ -73,9 +73,9 @@ def test_fully_shard(pool8: RankPool) -> None:
 
 
 def test_torchtitan(pool8: RankPool) -> None:
-    """SimpleFSDP's own code: each all_reduce over replicas moves behind its reduce_scatter, and all collectives are split."""
+    """SimpleFSDP's own code in mixed precision: all_reduces over replicas move behind reduce_scatters, all are split."""
     skip_without_torchtitan()
-    variant = {"source": "torchtitan", "mode": "hybrid_shard", "tp": 2}
+    variant = {"source": "torchtitan", "mode": "hybrid_shard", "tp": 2, "mixed": True}
     outcomes: list[Comparison] = pool8.run("tests.models.compare:compare", MODEL, variant, {**SPLIT, "scatter_first": True})
     for outcome in outcomes:
         outcome.check()
@@ -83,3 +83,10 @@ def test_torchtitan(pool8: RankPool) -> None:
         assert [d["reordered"] for d in outcome.decisions if d["reordered"]] == [REORDERED] * PARAMETERS
     found = counts(outcomes[0])
     assert found == {**TP, **REDUCED, "forward all_gather": PARAMETERS + TP["forward all_gather"]}, found
+
+
+def test_copies_that_do_not_divide_the_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(SystemExit, match="2"):
+        example().parse(f"{SMALL} --replicate 3".split())
+    assert "--replicate 3: expected a divisor of 4, the ranks that are not tensor parallel" in capsys.readouterr().err
