@@ -178,12 +178,12 @@ class Training:
 
 def gradient_error(model: nn.Module, plain: nn.Module) -> float:
     """Return the largest error of any rank's gradients, relative to the largest one of each parameter. On all ranks."""
-    worst = 0.0
+    errors: list[Tensor] = []
     for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert parameter.grad is not None and other.grad is not None, name
         gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        worst = max(worst, ((gradient - other.grad).abs().max() / other.grad.abs().max()).item())
-    largest = torch.tensor(worst, device=other.grad.device)
+        errors.append((gradient - other.grad).abs().max() / other.grad.abs().max())
+    largest = torch.stack(errors).max()  # NaN if one is
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
 
