@@ -141,7 +141,7 @@ class Options:
     scatter_first: bool = typed_field(
         False,
         "hybrid sharding (HSDP): an all_reduce over replicas moves behind the reduce_scatter of its result over shards, as in "
-        "FSDP2, so that it sends one shard. The sums are the same up to their order",
+        "FSDP2, so that it sends one shard. The sums are the same up to their order. With every `overlap`",
     )
     fp8: Fp8Config = typed_field(
         Fp8Config(products="off"),

@@ -116,7 +116,7 @@ class JointPass(_Pass):
         reforms = settings.current().merge_collectives and self.options.overlap != "off"
         merges = reforms and may_merge(graph)
         has_float8 = bool(graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))
-        reorders = self.options.scatter_first and self.options.overlap != "off"
+        reorders = self.options.scatter_first
         decomposes = self.options.overlap != "off" and may_decompose(graph)
         policy = Policy.of(self.options)
         repeats = reforms and (decomposes or may_send_once(graph, policy.threshold))
@@ -150,7 +150,7 @@ class JointPass(_Pass):
         `merges`: collectives may be merged. `has_float8`: the program has such matmuls.
         """
         merged = merge_collectives(graph) if merges else 0
-        reordered = scatter_first(graph) if self.options.scatter_first and self.options.overlap != "off" else 0
+        reordered = scatter_first(graph) if self.options.scatter_first else 0
         cast = insert_casts(graph, _insert_config(graph, self.options, policy, self.inputs)) if self.options.fp8.is_on else 0
         hoisted = folded = 0
         if has_float8 and self.options.overlap != "off":

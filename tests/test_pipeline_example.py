@@ -44,6 +44,11 @@ def run(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
         (4, "--schedule ZBVZeroBubble --blocks 4 --tp 2 --compile --inner aot_eager --overlap force --defer"),
         (4, "--schedule ZBVZeroBubble --blocks 4 --dp 2 --microbatches 4 --compile --inner aot_eager --defer"),
         (4, "--schedule ZBVZeroBubble --blocks 8"),
+        (4, "--schedule ZBVZeroBubble --blocks 8 --compile --inner aot_eager --defer"),
+        (4, "--schedule ZBVZeroBubble --blocks 8 --compile --inner aot_eager"),
+        (4, "--schedule Interleaved1F1B --blocks 8 --compile --inner aot_eager"),
+        (4, "--schedule Interleaved1F1B --blocks 8 --compile --inner aot_eager --defer"),
+        (4, "--schedule Interleaved1F1B --blocks 4 --tp 2 --compile --inner aot_eager --overlap force --defer"),
         (4, "--schedule Interleaved1F1B --blocks 4 --tp 2 --compile --inner aot_eager --overlap force"),
     ],
 )

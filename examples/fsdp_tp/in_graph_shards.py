@@ -2,6 +2,7 @@
 
     forward     shard -> cast -> all_gather -> weight -> matmul
     backward    gradient of the weight -> cast -> reduce_scatter -> gradient of the shard
+    HSDP        gradient of the weight -> cast -> all_reduce -> reduce_scatter -> gradient of the shard
 
 torch.compile traces both collectives, so the backend places them: a gather starts before its weight is needed, a
 reduction finishes after its gradient was computed. fully_shard (FSDP2) gathers in hooks, which are not traced.
@@ -23,9 +24,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 @dataclass(frozen=True, slots=True)
 class GatherConfig:
-    """How parameters are gathered. `tp_mesh`: the mesh of the tensor-parallel parameters, None without any."""
+    """How parameters are gathered."""
 
     tp_mesh: DeviceMesh | None = None
+    """The mesh of the tensor-parallel parameters, the first dim of the shards' mesh; None without any."""
     param_dtype: torch.dtype | None = None
     """The type of gathered parameters; None: that of the shards."""
     reduce_dtype: torch.dtype | None = None
@@ -33,12 +35,13 @@ class GatherConfig:
 
     def gather(self, shard: DTensor) -> Tensor:
         """Return the whole parameter, with tensor parallelism this rank's part of it as a DTensor over `tp_mesh`."""
-        outer = shard.placements[:-1]
+        tp = shard.placements[: 0 if self.tp_mesh is None else 1]
+        data_dims = shard.device_mesh.ndim - len(tp)
         whole = shard.redistribute(
-            placements=[*outer, Replicate()], forward_dtype=self.param_dtype, backward_dtype=self.reduce_dtype
+            placements=[*tp, *[Replicate()] * data_dims], forward_dtype=self.param_dtype, backward_dtype=self.reduce_dtype
         )
-        local = whole.to_local(grad_placements=[*outer, Partial("avg")])
-        return local if self.tp_mesh is None else DTensor.from_local(local, self.tp_mesh, outer, run_check=False)
+        local = whole.to_local(grad_placements=[*tp, *[Partial("avg")] * data_dims])
+        return local if self.tp_mesh is None else DTensor.from_local(local, self.tp_mesh, tp, run_check=False)
 
 
 def shard_parameters(
@@ -47,12 +50,14 @@ def shard_parameters(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> None:
-    """Shard each parameter of `model` over the last dimension of `mesh`, in place.
+    """Shard each parameter of `model` over the last dim of `mesh`, in place.
 
-    `mesh`: of one dimension, or of two after tensor parallelism over the first one. Ranks of the last dimension have the same
-    parameters and batches of their own; gradients are averaged over them. Call it on all ranks, before the optimizer is made.
+    `mesh`: its first dim is named "tp" after tensor parallelism over it. A dim between replicates the shards (HSDP). Ranks of
+    the other dims have batches of their own; gradients are averaged over them. Call it on all ranks, before the optimizer is
+    made.
     """
-    config = GatherConfig(mesh[mesh.mesh_dim_names[0]] if mesh.ndim == 2 else None, param_dtype, reduce_dtype)  # type: ignore[index]
+    is_tensor_parallel = (mesh.mesh_dim_names or ("",))[0] == "tp"
+    config = GatherConfig(mesh["tp"] if is_tensor_parallel else None, param_dtype, reduce_dtype)
     for module in list(model.modules()):
         names = [name for name, _ in module.named_parameters(recurse=False)]
         for name in names:
@@ -66,10 +71,11 @@ def shard_parameters(
 
 def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """Return this rank's shard along dim 0 of the tensor-parallel part of `parameter`."""
-    outer = parameter.placements if isinstance(parameter, DTensor) else ()
+    tp = parameter.placements if isinstance(parameter, DTensor) else ()
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    whole = DTensor.from_local(local.detach(), mesh, [*outer, Replicate()], run_check=False)
-    return nn.Parameter(whole.redistribute(placements=[*outer, Shard(0)]), requires_grad=parameter.requires_grad)
+    replicated = [*tp, *[Replicate()] * (mesh.ndim - len(tp))]
+    whole = DTensor.from_local(local.detach(), mesh, replicated, run_check=False)
+    return nn.Parameter(whole.redistribute(placements=[*replicated[:-1], Shard(0)]), requires_grad=parameter.requires_grad)
 
 
 @functools.cache

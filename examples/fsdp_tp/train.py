@@ -1,9 +1,12 @@
 """Train a small Llama with data parallelism (ZeRO-3) x tensor parallelism, and print which collectives are overlapped.
 
     torchrun --nproc-per-node 4 examples/fsdp_tp/train.py --tp 2 --check
+    torchrun --nproc-per-node 8 examples/fsdp_tp/train.py --tp 2 --replicate 2 --scatter-first --check
 
     --form graph     parameters gathered in the graph (in_graph_shards.py), the whole model compiled
     --form fsdp2     fully_shard over ub_overlap.fsdp.install, each block compiled
+
+    --replicate N    N copies of the shards (HSDP), as one per host
 
 On GPUs with NCCL if there is one per rank, otherwise on the CPU with gloo. Ranks that are not tensor parallel share the
 batches. With --check each rank also trains the plain model on all batches. Exit code 0: the losses agree, or nothing
@@ -26,8 +29,9 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import ub_overlap
 
@@ -45,6 +49,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Return the settings of a run. SystemExit(2) with a message for bad arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; the others are data parallel (%(default)s)")
+    parser.add_argument("--replicate", type=int, default=1, help="copies of the sharded model, HSDP (default %(default)s)")
+    parser.add_argument("--scatter-first", action="store_true", help="with --form graph: option scatter_first of the backend")
     parser.add_argument("--form", choices=("graph", "fsdp2"), default="graph", help="form of ZeRO-3 (default %(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps (default %(default)s)")
     parser.add_argument("--accumulate", type=int, default=1, help="batches per step (default %(default)s)")
@@ -66,6 +72,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flags.dp = flags.ranks // max(flags.tp, 1)
     if flags.tp < 1 or flags.ranks % flags.tp or flags.dp < 2:
         parser.error(f"--tp {flags.tp}: {flags.ranks} ranks must be 2 or more replicas of as many; start them with torchrun")
+    if flags.replicate < 1 or flags.dp % flags.replicate:
+        parser.error(f"--replicate {flags.replicate}: expected a divisor of {flags.dp}, the ranks that are not tensor parallel")
     enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if flags.device == "auto":
         flags.device = "cuda" if enough else "cpu"
@@ -78,24 +86,30 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     flags.overlap = flags.overlap or ("auto" if flags.device == "cuda" else "split")  # on CPUs, this model is too small to pay
-    flags.options = {"overlap": flags.overlap, "inner": flags.inner}
+    flags.options = {"overlap": flags.overlap, "inner": flags.inner, "scatter_first": flags.scatter_first}
     if flags.overlap == "split":
         flags.options |= {"overlap": "off", "overrides": [{"strategy": "split"}]}
     return flags
 
 
 def build_mesh(flags: argparse.Namespace) -> DeviceMesh:
-    """Return the mesh of all ranks. Tensor-parallel ranks are neighbors, so that they share a host.
+    """Return the mesh of all ranks. Tensor-parallel ranks are neighbors, then those that share a copy of the shards.
 
-    A dimension of a tensor that both split is split by tensor parallelism first: for DTensor this is the mesh (tp, dp).
-    fully_shard expects (dp, tp), and does the same.
+    A dimension of a tensor that both split is split by tensor parallelism first: for DTensor this is the mesh (tp, ..., dp).
+    fully_shard expects (..., dp, tp), and does the same.
     """
-    if flags.tp == 1:
-        return init_device_mesh(flags.device, (flags.dp,), mesh_dim_names=("dp",))
-    if flags.form == "fsdp2":
-        return init_device_mesh(flags.device, (flags.dp, flags.tp), mesh_dim_names=("dp", "tp"))
-    ranks = torch.arange(flags.ranks).view(flags.dp, flags.tp)
-    return DeviceMesh(flags.device, ranks.t().contiguous(), mesh_dim_names=("tp", "dp"))
+    sizes = {"replicate": flags.replicate, "dp": flags.dp // flags.replicate, "tp": flags.tp}
+    order = ("replicate", "dp", "tp") if flags.form == "fsdp2" else ("tp", "replicate", "dp")
+    names = [name for name in order if name == "dp" or sizes[name] > 1]
+    ranks = torch.arange(flags.ranks).view(*sizes.values()).permute(*map(list(sizes).index, order))
+    return DeviceMesh(flags.device, ranks.reshape([sizes[name] for name in names]), mesh_dim_names=tuple(names))
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the dims of `mesh` that have batches of their own."""
+    assert mesh.mesh_dim_names is not None
+    names = tuple(name for name in mesh.mesh_dim_names if name != "tp")
+    return mesh[names] if len(names) > 1 else mesh[names[0]]
 
 
 def build_model(flags: argparse.Namespace) -> Transformer:
@@ -119,9 +133,9 @@ def distribute(flags: argparse.Namespace, mesh: DeviceMesh) -> tuple[Transformer
         options = {**flags.options, "memory_budget": 0}
         return model, torch.compile(model, backend="ub_overlap", options=options)
     for block in model.layers:
-        fully_shard(block, mesh=mesh["dp"])
+        fully_shard(block, mesh=data_mesh(mesh))
         block.compile(backend="ub_overlap", options=flags.options)
-    fully_shard(model, mesh=mesh["dp"])
+    fully_shard(model, mesh=data_mesh(mesh))
     ub_overlap.fsdp.install(model)
     return model, model
 
@@ -135,8 +149,8 @@ class Training:
         self.model, self.forward, self.replicas, self.flags = model, forward, replicas, flags
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), foreach=False)
 
-    def step(self, batches: list[tuple[Tensor, Tensor]]) -> float:
-        """Run one optimizer step over `batches`. Return the mean loss over all replicas."""
+    def compute_gradients(self, batches: list[tuple[Tensor, Tensor]]) -> float:
+        """Run forward and backward over `batches`. Return the mean loss of `replicas`."""
         total = torch.zeros((), device=self.flags.device)
         for batch in batches:
             tokens, targets = (torch.cat([t.chunk(self.flags.dp)[i] for i in self.replicas]) for t in batch)
@@ -144,10 +158,13 @@ class Training:
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().to(self.flags.device)) / len(batches)
             loss.backward()
             total += loss.detach()
+        return total.item()
+
+    def update(self) -> None:
+        """Clip the gradients, and run the optimizer."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.flags.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return total.item()
 
     def save(self, folder: str) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -157,6 +174,18 @@ class Training:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+
+def gradient_error(model: nn.Module, plain: nn.Module) -> float:
+    """Return the largest error of any rank's gradients, relative to the largest one of each parameter. On all ranks."""
+    errors: list[Tensor] = []
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None and other.grad is not None, name
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        errors.append((gradient - other.grad).abs().max() / other.grad.abs().max())
+    largest = torch.stack(errors).max()  # NaN if one is
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
 
 
 def steps_of(flags: argparse.Namespace) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -177,7 +206,7 @@ def train(flags: argparse.Namespace) -> int:
     """Run one rank and return the exit code."""
     rank, mesh = dist.get_rank(), build_mesh(flags)
     say: Callable[[Any], None] = (lambda text: print(text, flush=True)) if rank == 0 else lambda _: None
-    replica = mesh.get_local_rank("dp")
+    replica = rank // flags.tp
     model, forward = distribute(flags, mesh)
     runs = [Training(model, forward, range(replica, replica + 1), flags)]
     if flags.check:
@@ -187,10 +216,15 @@ def train(flags: argparse.Namespace) -> int:
         for run in runs:  # the plain model too: DCP fits shards to any form
             run.load(flags.checkpoint)
         say(f"went on from {flags.checkpoint}")
-    say(f"{flags.dp} replicas x {flags.tp} tensor-parallel ranks on {flags.device}, {flags.form}, options {flags.options}")
+    shards = f"{flags.replicate} x {flags.dp // flags.replicate} data-parallel"
+    say(f"{shards} x {flags.tp} tensor-parallel ranks on {flags.device}, {flags.form}, options {flags.options}")
     worst = 0.0
     for number, batches in enumerate(steps_of(flags)):
-        losses = [run.step(batches) for run in runs]
+        losses = [run.compute_gradients(batches) for run in runs]
+        if flags.check and number == 0:
+            say(f"gradients of the first step: error {gradient_error(*(run.model for run in runs)):.1e}")
+        for run in runs:
+            run.update()
         mean = torch.tensor(losses[0], device=flags.device)
         dist.all_reduce(mean, dist.ReduceOp.SUM)
         losses[0] = mean.item() / flags.ranks

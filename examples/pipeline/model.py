@@ -23,6 +23,8 @@ import ub_overlap
 
 SEQUENCE = Shard(1)
 """Activations [B, S, D] are split along S."""
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Schedules that compute the gradient of a stage's input (I) and those of its weights (W) at different times."""
 
 
 class ResidualMlp(nn.Module):
@@ -86,7 +88,8 @@ def build_stages(
     """Return this rank's stages. `mesh`: dims "pp", "dp" and "tp". Messages go through ub_overlap's channels.
 
     `data_parallel`: "fsdp" or "ddp", for several ranks of "dp". With the option defer_weight_gradients the stages are
-    `ub_overlap.pipeline.Stage`, which sends before weight gradients.
+    `ub_overlap.pipeline.Stage`, which sends before weight gradients. So are compiled stages of schedules that split backward:
+    without the option, their first part computes all gradients.
     """
     rank, ranks = mesh["pp"].get_local_rank(), mesh["pp"].size()
     own = stages_of_rank(schedule, rank, ranks)
@@ -95,8 +98,8 @@ def build_stages(
     if per_stage * count != len(blocks):
         raise ValueError(f"{len(blocks)} blocks on {count} stages: expected a multiple")
     group = ub_overlap.pipeline.make_group(mesh["pp"])
-    defers = compiled and options.get("defer_weight_gradients", False)
-    stage_class = ub_overlap.pipeline.Stage if defers else PipelineStage
+    needs_own_stage = options.get("defer_weight_gradients", False) or schedule in SPLIT_BACKWARD
+    stage_class = ub_overlap.pipeline.Stage if compiled and needs_own_stage else PipelineStage
     stages: list[PipelineStage] = []
     for index in own:
         held = {name: blocks[name] for name in list(blocks)[index * per_stage : (index + 1) * per_stage]}

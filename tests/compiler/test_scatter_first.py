@@ -100,7 +100,7 @@ STAYS: dict[str, tuple[Function, str]] = {
 }
 
 
-def run(rank: int, world: int, names: list[str], moved: bool) -> list[str]:
+def run(rank: int, world: int, names: list[str], moved: bool, overlap: str = "force") -> list[str]:
     """Return what is wrong with results, with the number of moved all_reduces, or with what decisions say."""
     make_groups()
     wrong = []
@@ -110,7 +110,7 @@ def run(rank: int, world: int, names: list[str], moved: bool) -> list[str]:
         truth, mark = function(x), HISTORY.mark()
         torch._dynamo.reset()
         with uncached():
-            result = torch.compile(function, backend="ub_overlap", options=OPTIONS)(x)
+            result = torch.compile(function, backend="ub_overlap", options={**OPTIONS, "overlap": overlap})(x)
         decisions = [d for plan in HISTORY.since(mark) for d in plan.decisions]
         pairs = zip(*[o if isinstance(o, tuple) else (o,) for o in (truth, result)], strict=True)
         if not all(torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride() for a, b in pairs):
@@ -130,6 +130,11 @@ def run(rank: int, world: int, names: list[str], moved: bool) -> list[str]:
 
 def test_moved(pool4: RankPool) -> None:
     assert pool4.run(run, list(MOVED), True) == [[]] * 4
+
+
+def test_moved_without_overlap(pool4: RankPool) -> None:
+    """The option does not depend on which sites are overlapped: with "off", overrides may select them."""
+    assert pool4.run(run, ["plain"], True, "off") == [[]] * 4
 
 
 def test_look_alikes_stay(pool4: RankPool) -> None:

@@ -37,13 +37,17 @@ def check(pool: RankPool, variant: dict[str, Any], options: dict[str, Any]) -> C
     return outcomes[0]
 
 
-@pytest.fixture(scope="module")
-def titan4() -> Iterator[RankPool]:
-    """Ranks that import torchtitan, which breaks the partitioner after transformers."""
+def skip_without_torchtitan() -> None:
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12):
         pytest.skip(f"torch {torch.__version__} is too old for torchtitan 0.3.0")
     if importlib.util.find_spec("torchtitan") is None:
         pytest.skip("torchtitan is not installed: pip install --no-deps -r tests/models/requirements.txt")
+
+
+@pytest.fixture(scope="module")
+def titan4() -> Iterator[RankPool]:
+    """Ranks that import torchtitan, which breaks the partitioner after transformers."""
+    skip_without_torchtitan()
     with RankPool(4) as pool:
         yield pool
 

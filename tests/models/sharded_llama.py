@@ -35,20 +35,22 @@ def data_parallel() -> tuple[Any, Any]:
     return simple_fsdp.data_parallel, simple_fsdp.MixedPrecisionPolicy
 
 
-def meshes(source: str, mode: str, world: int, tp: int) -> tuple[DeviceMesh, DeviceMesh | None, int]:
-    """Return the mesh of data parallelism as `source` expects it, the mesh of tensor parallelism, and this rank's replica."""
-    if tp == 1:
-        if mode == "hybrid_shard":
-            mesh = init_device_mesh(device().type, (2, world // 2), mesh_dim_names=("replicate", "shard"))
-        else:
-            mesh = init_device_mesh(device().type, (world,), mesh_dim_names=("dp",))
-        return mesh, None, torch.distributed.get_rank()
-    if source == "torchtitan":
-        whole = init_device_mesh(device().type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
-        return whole["dp"], whole["tp"], whole.get_local_rank("dp")
-    ranks = torch.arange(world).view(world // tp, tp).t().contiguous()
-    whole = DeviceMesh(device().type, ranks, mesh_dim_names=("tp", "dp"))
-    return whole, whole["tp"], whole.get_local_rank("dp")
+def meshes(source: str, mode: str, world: int, tp: int) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the mesh of data parallelism as `source` expects it, and the mesh of tensor parallelism.
+
+    With hybrid_shard there are 2 replicas of the shards. Tensor-parallel ranks are neighbors.
+    """
+    is_hybrid = mode == "hybrid_shard"
+    sizes = {"replicate": 2 if is_hybrid else 1, "dp": world // tp // (2 if is_hybrid else 1), "tp": tp}
+    data = ("replicate", "dp") if is_hybrid else ("dp",)
+    if source == "torchtitan" or tp == 1:
+        names = (*data, "tp") if tp > 1 else data
+        whole = init_device_mesh(device().type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+        return whole[data], whole["tp"] if tp > 1 else None
+    ranks = torch.arange(world).view(*sizes.values()).permute(2, 0, 1)
+    ranks = (ranks if is_hybrid else ranks[:, 0]).contiguous()
+    whole = DeviceMesh(device().type, ranks, mesh_dim_names=("tp", *data))
+    return whole, whole["tp"]
 
 
 def build(
@@ -70,7 +72,7 @@ def build(
     from model import ModelArgs, Transformer
     from parallelize import parallelize
 
-    mesh, tp_mesh, replica = meshes(source, mode, world, tp)
+    mesh, tp_mesh = meshes(source, mode, world, tp)
     model = Transformer(ModelArgs(dim=64, num_layers=1, hidden_dim=96, vocab_size=160, max_seq_len=16))
     model.init_weights(7)
     model = settle(model, dtype, exact)
@@ -83,5 +85,5 @@ def build(
         shard(model, mesh, mode=mode, mp_policy=policy(param_dtype=low, reduce_dtype=high))
     else:
         shard_parameters(model, mesh, low, high)
-    tokens = torch.randint(160, (2, 16), generator=torch.Generator().manual_seed(11 + replica)).to(device())
+    tokens = torch.randint(160, (2, 16), generator=torch.Generator().manual_seed(11 + rank // tp)).to(device())
     return Case(model, (tokens,), Expected(), dynamic=dynamic)
