@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.context_parallel import rank_own_ring
 from tests.context_parallel.machine import write_slow_profile
 from tests.context_parallel.rank_attention import compare_forms
 from tests.context_parallel.test_gathered import strategies
@@ -93,3 +94,15 @@ def test_grouped_heads(pool4: RankPool, options: dict[str, Any], rotation: str) 
         assert [[2 * n for n in graph] for graph in sent] == [[d.bytes for d in p.decisions if d.bytes] for p in before]
         assert all(d.saved_bytes == d.bytes for plan in plans for d in plan.decisions if d.bytes is not None)
     assert len({tuple(plan.digest for plan in plans) for _, plans in half}) == 1
+
+
+def test_a_ring_whose_ranks_read_other_gradients(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Gradients are summed in front of a message by what reads them, so such ranks disagree. They say so before any is sent.
+
+    Messages below `min_bytes` are left alone, and as traced the program runs.
+    """
+    for arguments in ((options, False), ({"inner": "aot_eager", "min_bytes": 1 << 20}, True)):
+        for found in pool2.run(rank_own_ring.train, *arguments):
+            assert found["error"] == "" and found["same"], found
+    for found in pool2.run(rank_own_ring.train, options, True):
+        assert found["error"] in ("PlanMismatchError", "ShapeMismatchError"), found

@@ -20,43 +20,27 @@ attends on a rank. Sums are found by what reads them: each rank must pass on wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.fx import Graph, Node
 
-from ...cost.traffic import bytes_sent_in
-from ...graph.aten import CUTS, PERMUTES, VIEWS, aten, c10d, dtype_of, is_getitem, is_mutable, shape_of, storage_node
+from ...graph.aten import CUTS, aten, shape_of
 from ...graph.emitter import Emitter
-from ...graph.joint_graph import copy_region, is_in_backward
+from ...graph.joint_graph import copy_region
 from ...match.collectives import read_collective
 from ..joint_decision import record_decision
-from .passed_on import ADDABLE, EXCHANGES, carried, emit_smaller, is_static, needed, passes_sums
+from .find_repeats import Found, bytes_of, find_repeated, find_summed, nodes_behind, other_users, readers_of
+from .passed_on import EXCHANGES, emit_smaller, needed
 from .repeat import Repeat
 
 _ZEROS = (aten.zeros_like.default, aten.zeros.default)
-_MATMULS = (aten.mm.default, aten.addmm.default, aten._scaled_mm.default)
-"""With these a gather may be fused, which hides more than fewer bytes save."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Nodes with their repeats."""
-
-    repeats: Mapping[Node, Repeat]
-    passing: Collection[Node]
-    """Those whose inputs have repeats too, which they pass on."""
-    exchanges: Sequence[Node]
-    """The collectives among these: they can send less."""
-    sums: Collection[Node] = ()
-    """Of gradients: the sums over repeats that are read in the end."""
 
 
 def may_send_once(graph: Graph, least_bytes: int = 0) -> bool:
     """Return whether `send_once` would change the graph."""
     has_collective = any(graph.find_nodes(op="call_function", target=t) for t in EXCHANGES)
-    return has_collective and bool(_find_repeated(graph, least_bytes).exchanges)
+    return has_collective and bool(find_repeated(graph, least_bytes).exchanges)
 
 
 def send_once(graph: Graph, least_bytes: int = 0) -> int:
@@ -64,33 +48,33 @@ def send_once(graph: Graph, least_bytes: int = 0) -> int:
 
     `least_bytes`: a collective that would send less than that stays.
     """
-    repeated = _find_repeated(graph, least_bytes)
+    repeated = find_repeated(graph, least_bytes)
     if not repeated.exchanges:
         return 0
     sent = {(read_collective(n).group, repeated.repeats[n].count) for n in repeated.exchanges}
     _repeat_behind(graph, repeated)
-    summed = _find_summed(graph, sent, least_bytes)
+    summed = find_summed(graph, sent, least_bytes)
     if summed.exchanges:
         _sum_in_front(graph, summed)
     return len(repeated.exchanges) + len(summed.exchanges)
 
 
-def _repeat_behind(graph: Graph, found: _Found) -> None:
+def _repeat_behind(graph: Graph, found: Found) -> None:
     """Send what is repeated once, and repeat it where it is read."""
-    behind = _behind(found.exchanges, found.repeats)
+    behind = nodes_behind(found.exchanges, found.repeats)
     smaller = _Smaller(graph, found, _not_repeated)
     smaller.emit(behind)
     for node in behind:
-        if others := _other_users(node, behind):
+        if others := other_users(node, behind):
             again = smaller.emit_behind(node, _repeat)
             for user in others:
                 user.replace_input_with(node, again)
     smaller.erase_unread(behind)
 
 
-def _sum_in_front(graph: Graph, found: _Found) -> None:
+def _sum_in_front(graph: Graph, found: Found) -> None:
     """Send sums over repeats, where only these are read."""
-    behind = _behind(found.exchanges, {**found.repeats, **dict.fromkeys(found.sums)})
+    behind = nodes_behind(found.exchanges, {**found.repeats, **dict.fromkeys(found.sums)})
     smaller = _Smaller(graph, found, _sum)
     roots = [n for n in behind if n in found.sums]
     smaller.emit(n.args[0] for n in roots if isinstance(n.args[0], Node))
@@ -105,183 +89,10 @@ def _sum_in_front(graph: Graph, found: _Found) -> None:
     smaller.erase_unread(behind)
 
 
-def _find_repeated(graph: Graph, least_bytes: int) -> _Found:
-    """Find what repeats its elements, from the expand on."""
-    written = _written(graph)
-    left = set[Node]()
-    """Collectives that stay as they are."""
-    while True:
-        repeats, passing = _follow_repeats(graph, written, left)
-        exchanges = [n for n in passing if n.target in EXCHANGES]
-        small = {n for n in exchanges if _bytes_sent(n, repeats[n].count) < least_bytes or not n.users}
-        groups = dict.fromkeys(read_collective(n).group for n in exchanges)
-        for group in groups if not small else ():
-            own = [n for n in exchanges if read_collective(n).group == group]
-            if any(_reads_place_or_matmul(u) for n in _behind(own, repeats) for u in n.users if u not in repeats):
-                small.update(own)
-        if not small:
-            return _Found(repeats, passing, exchanges)
-        left |= small
-
-
-def _follow_repeats(graph: Graph, written: Collection[Node], left: Collection[Node]) -> tuple[dict[Node, Repeat], set[Node]]:
-    """Return the nodes with repeats, and those that pass them on. `left`: collectives that do not."""
-    repeats: dict[Node, Repeat] = {}
-    passing = set[Node]()
-    for node in graph.nodes:
-        found = _repeat_of(node)
-        is_passed = found is None
-        if found is None and node not in left and (is_getitem(node) or any(i in repeats for i in node.all_input_nodes)):
-            found = carried(node, repeats)
-        if found is not None and storage_node(node) not in written:
-            repeats[node] = found
-            passing |= {node} if is_passed else set()
-    return repeats, passing
-
-
-def _find_summed(graph: Graph, sent: Collection[tuple[str | None, int]], least_bytes: int) -> _Found:
-    """Find gradients that are read in sums over repeats only. `sent`: groups, and how often what they sent was repeated."""
-    asked: dict[Node, dict[Node, Repeat]] = {}
-    repeats: dict[Node, Repeat] = {}
-    sums = set[Node]()
-    for node in reversed(graph.nodes):
-        wanted = asked.get(node, {})
-        own = next(iter(wanted.values()), None)
-        if own is not None and all(r == own for r in wanted.values()) and wanted.keys() == set(_readers(node)):
-            repeats[node] = own
-            inputs = needed(node, own) or {}
-        elif (summed := _summed(node)) is not None and any(summed.count == count for _, count in sent):
-            sums.add(node)
-            inputs = {node.args[0]: summed}  # type: ignore[dict-item]
-        else:
-            continue
-        if node in sums or passes_sums(node, inputs):
-            for source, repeat in inputs.items():
-                asked.setdefault(source, {})[node] = repeat
-    left = {
-        n
-        for n, repeat in repeats.items()
-        if n.target in EXCHANGES
-        and not (
-            is_in_backward(n)
-            and (read_collective(n).group, repeat.count) in sent
-            and _bytes_sent(n, repeat.count) >= least_bytes
-        )
-    }
-    written = _written(graph)
-    while True:
-        passing = _passing_sums(repeats, written, left)
-        reached = set[Node]()
-        """Nodes whose readers all lead to sums, through nodes that pass them on."""
-        for node in repeats:  # the last node first
-            if all(u in sums or (u in passing and u in reached) for u in _readers(node)):
-                reached.add(node)
-        exchanges = [n for n in passing if n.target in EXCHANGES]
-        unread = {n for n in exchanges if n not in reached}
-        if not unread:
-            return _Found(repeats, passing, exchanges, sums)
-        left |= unread  # else it would be sent once more
-
-
-def _passing_sums(repeats: Mapping[Node, Repeat], written: Collection[Node], left: Collection[Node]) -> set[Node]:
-    """Return the nodes whose sums over repeats can be made of those of their inputs. `repeats`: the last node first."""
-    passing = set[Node]()
-    for node in reversed(repeats):  # type: ignore[call-overload]
-        inputs = needed(node, repeats[node]) or {}
-        is_known = bool(inputs) and all(repeats.get(i) == r for i, r in inputs.items()) and passes_sums(node, inputs)
-        if not is_known or node in left or _is_read_wider(node) or storage_node(node) in written:
-            continue
-        if node.target is not c10d.wait_tensor.default or next(iter(inputs)) in passing:
-            passing.add(node)
-    return passing
-
-
-def _bytes_sent(exchange: Node, count: int = 1) -> int:
-    """Return the bytes that a rank sends in `exchange`, if each `count` elements were one."""
-    sent = bytes_sent_in(read_collective(exchange), dtype_of(exchange).itemsize, {})
-    assert sent is not None, "its sizes are known"
-    return sent // count
-
-
-def _is_read_wider(node: Node) -> bool:
-    """Return whether what reads `node` adds it up in fp32, and `node` has fewer bits: so must its sum over repeats."""
-    narrow = dtype_of(node) in (torch.bfloat16, torch.float16)
-    return narrow and any(u.meta["val"].dtype is torch.float32 for u in _readers(node))
-
-
-def _repeat_of(node: Node) -> Repeat | None:
-    """Return the repeat that `node` makes: the largest of an expand of known sizes."""
-    if node.target is not aten.expand.default or not is_static(node):
-        return None
-    source = node.args[0]
-    if not isinstance(source, Node) or not is_static(source) or source.meta["val"].numel() == 1:
-        return None  # a constant is no data: as the gradient of a sum it is of no use behind a collective
-    shape, before = shape_of(node), shape_of(source)
-    padded = [1] * (len(shape) - len(before)) + list(before)
-    counts = [n if n != b else 1 for n, b in zip(shape, padded, strict=True)]
-    most = max(counts, default=1)
-    return Repeat(counts.index(most), most) if most > 1 else None
-
-
-def _summed(node: Node) -> Repeat | None:
-    """Return the repeat that a sum over one dim adds up, in the type of its terms."""
-    if node.target is not aten.sum.dim_IntList or not isinstance(node.args[0], Node) or not is_static(node.args[0]):
-        return None
-    dims, shape = node.args[1], shape_of(node.args[0])
-    if not isinstance(dims, Sequence) or len(dims) != 1 or not isinstance(dims[0], int) or not shape:
-        return None
-    dim, dtype = dims[0] % len(shape), dtype_of(node)
-    is_plain = dtype in ADDABLE and dtype == dtype_of(node.args[0])
-    return Repeat(dim, shape[dim]) if is_plain and shape[dim] > 1 else None
-
-
-def _written(graph: Graph) -> set[Node]:
-    """Return the nodes whose memory the graph writes to: what they hold depends on the place where it is read."""
-    return {storage_node(i) for n in graph.nodes if n.op == "call_function" and is_mutable(n) for i in n.all_input_nodes}
-
-
-def _readers(node: Node) -> list[Node]:
-    """Return the users of `node`. Those of a split are its parts."""
-    cuts = [u for u in node.users if u.users and all(map(is_getitem, u.users))]
-    return [u for u in node.users if u not in cuts] + [part for u in cuts for part in u.users]
-
-
-def _other_users(node: Node, passing: Collection[Node]) -> list[Node]:
-    """Return the users of `node` that are not in `passing`. A split counts as its parts, unless only some of them are."""
-
-    def passes(user: Node) -> bool:
-        return user in passing or (user.target in CUTS and all(part in passing for part in user.users))
-
-    return [u for u in node.users if not passes(u)]
-
-
-def _reads_place_or_matmul(user: Node) -> bool:
-    """Return whether `user` reads memory by its place, or is a matmul that a gather may be fused with."""
-    todo = [user]
-    while todo:
-        node = todo.pop()
-        if node.target is aten.as_strided.default or node.target in _MATMULS:
-            return True
-        if node.target in VIEWS or node.target in PERMUTES:
-            todo += node.users
-    return False
-
-
-def _behind(exchanges: Iterable[Node], repeats: Mapping[Node, object]) -> dict[Node, None]:
-    """Return `exchanges` and all nodes behind them with repeats, in graph order."""
-    found, todo = set[Node](), list(exchanges)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += [u for u in _readers(node) if u in repeats]
-    return dict.fromkeys(sorted(found))
-
-
 class _Smaller:
     """T of nodes with a repeat, emitted once for each (passed_on.py)."""
 
-    def __init__(self, graph: Graph, found: _Found, first: Callable[[Emitter, Node, Node, Repeat], Node]) -> None:
+    def __init__(self, graph: Graph, found: Found, first: Callable[[Emitter, Node, Node, Repeat], Node]) -> None:
         """`first`: emits T of a node that passes no repeats on."""
         self._graph, self._found, self._first = graph, found, first
         self._made: dict[Node, Node] = {}
@@ -336,7 +147,7 @@ def _not_repeated(e: Emitter, node: Node, _: Node, repeat: Repeat) -> Node:
 def _sum(e: Emitter, node: Node, _: Node, repeat: Repeat) -> Node:
     """Emit the sum over repeats of `node`, in fp32 where all that read it are."""
     shape, value = tuple(repeat.shape_without(shape_of(node))), node.meta["val"]
-    is_wider = all(u.meta["val"].dtype is torch.float32 for u in _readers(node))
+    is_wider = all(u.meta["val"].dtype is torch.float32 for u in readers_of(node))
     dtype = torch.float32 if is_wider and value.dtype in (torch.bfloat16, torch.float16) else value.dtype
     if node.target in _ZEROS:
         return e.call(aten.full.default, list(shape), 0, dtype=dtype, device=value.device)
@@ -358,6 +169,6 @@ def _repeat(e: Emitter, node: Node, smaller: Node, repeat: Repeat) -> Node:
 
 
 def _record(traced: Node, sent: Node) -> None:
-    before, after = _bytes_sent(traced), _bytes_sent(sent)
+    before, after = bytes_of(traced), bytes_of(sent)
     note = f"what is repeated is sent once: {after} bytes instead of {before}"
     record_decision(sent, change_note=note, saved_bytes=before - after)

@@ -1,0 +1,58 @@
+"""A ring of the user's own, of repeated keys: rank 0 does not read the gradient that it receives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+import ub_overlap
+from tests.models.compare import uncached
+from tests.runtime.rank_failures import attempt
+
+HEADS, REPEATS, WIDTH = 2, 3, 256
+
+
+def _to_next(x: Tensor, rank: int) -> Tensor:
+    """Send all rows to the other of two ranks."""
+    splits = [len(x) if r != rank else 0 for r in range(2)]
+    return funcol.wait_tensor(funcol.all_to_all_single(x, splits, splits, dist.group.WORLD))
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor, rank: int) -> Tensor:
+        ctx.rank = rank
+        return _to_next(keys.contiguous(), rank)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        received = _to_next(gradient.contiguous(), ctx.rank)
+        return (gradient + received if ctx.rank else gradient), None
+
+
+def train(rank: int, world: int, options: dict[str, Any], merges: bool) -> dict[str, Any]:
+    """Return the outcome of one step, and whether its gradient is that of the eager step."""
+
+    def loss(x: Tensor) -> Tensor:
+        keys = x.unsqueeze(1).expand(HEADS, REPEATS, WIDTH).reshape(HEADS * REPEATS, WIDTH)
+        return (_Rotate.apply(keys, rank) * keys).sum()
+
+    def gradient(function: Any) -> Tensor:
+        x = torch.arange(HEADS * WIDTH, dtype=torch.float32).reshape(HEADS, WIDTH).div(WIDTH).add(rank).requires_grad_()
+        function(x).backward()
+        assert x.grad is not None
+        return x.grad
+
+    expected, found = gradient(loss), list[Tensor]()
+    before = ub_overlap.settings().merge_collectives
+    try:
+        ub_overlap.configure(merge_collectives=merges)
+        with uncached():
+            outcome = attempt(lambda: found.append(gradient(torch.compile(loss, backend="ub_overlap", options=options))))
+    finally:
+        ub_overlap.configure(merge_collectives=before)
+    return {**outcome, "same": bool(found) and torch.equal(found[0], expected)}
