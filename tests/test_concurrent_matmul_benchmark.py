@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.concurrent_matmul.__main__ import COLLECTIVES, ConcurrentCase
+from benchmarks.concurrent_matmul.__main__ import COLLECTIVES, ConcurrentCase, Stopwatch
 from benchmarks.concurrent_matmul.table import ratio, text
 from benchmarks.report import TEXTS
 from tests.harness.ranks import RankPool
@@ -21,8 +21,13 @@ def measure_all(rank: int, world: int) -> list[dict[str, Any]]:
     here = World(rank, world, torch.device("cpu"), group.group_name, dist.new_group(backend="gloo"))
     cases = [ConcurrentCase(here, collective, 1, (64, 32, 16)) for collective in COLLECTIVES]
     rows = [case.measure(rounds=1) for case in cases]
+    result = torch.zeros(512, 1024, dtype=torch.bfloat16)
     with pytest.raises(AssertionError, match="wrong numbers: all_gather differs"):
-        cases[0].check(torch.zeros(512, 1024, dtype=torch.bfloat16))
+        cases[0].check(result)
+    call = cases[0].call(Stopwatch(here), has_collective=True, has_matmul=True)
+    cases[0].check_replay(lambda: result.copy_(call()), result)
+    with pytest.raises(AssertionError, match="wrong numbers: all_gather differs"):
+        cases[0].check_replay(lambda: None, result)  # what an earlier replay has left does not count
     return rows
 
 

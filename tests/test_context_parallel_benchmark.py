@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.context_parallel.__main__ import ContextParallelRun, parse_flags
+from benchmarks.context_parallel.model import ZigzagSdpa
 from benchmarks.context_parallel.table import baseline_of, text
 from benchmarks.parallel.table import hidden
 from tests.harness.ranks import RankPool
@@ -59,6 +62,25 @@ def test_causal_masks(pool2: RankPool) -> None:
     assert all(0 <= variant.get("error", 0.0) < 1e-4 for variant in variants.values())
     assert [variants[f"split_{form}"]["sites"] for form in FORMS] == ["4 split", "3 split", "8 split"]
     assert "tiny, 1 layers, 64 tokens, causal" in text(document)
+
+
+def test_causal_compute_attends_alike_without_copies() -> None:
+    """The compute attends to as many keys as the gathered form. Only that form puts keys and values in another order."""
+    mesh: Any = SimpleNamespace(get_local_rank=lambda: 1, size=lambda: 2)
+    q, k, v = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 16, 4), torch.randn(1, 2, 16, 4)
+
+    def sizes(in_rank_order: bool) -> dict[str, list[tuple[int, ...]]]:
+        """Return the shapes of the keys of each attention, and of the results of cats."""
+        graph = make_fx(ZigzagSdpa(mesh, 8, in_rank_order))(q, k, v).graph
+        nodes = graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+        attention = [n for n in graph.nodes if "scaled_dot_product" in str(n.target)]
+        assert attention
+        keys = [tuple(n.args[1].meta["val"].shape) for n in attention]
+        return {"keys": keys, "cats": [tuple(n.meta["val"].shape) for n in nodes]}
+
+    gathered, local = sizes(True), sizes(False)
+    assert gathered["keys"] == local["keys"] == [(1, 2, 8, 4), (1, 2, 12, 4)]
+    assert local["cats"] == [tuple(q.shape)] and gathered["cats"] == [tuple(k.shape)] * 2 + local["cats"]
 
 
 def test_variants_are_compared_with_inductor_in_the_same_form() -> None:

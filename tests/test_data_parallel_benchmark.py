@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.data_parallel import inductor_options as inductor
 from benchmarks.data_parallel.__main__ import OURS_WITH_TP, DataParallelRun, parse_flags
-from benchmarks.data_parallel.inductor_options import INDUCTOR_OVERLAP, INDUCTOR_SYMM, inductor_options
+from benchmarks.data_parallel.inductor_options import INDUCTOR_OVERLAP, INDUCTOR_SYMM, count_low_contention, inductor_options
 from benchmarks.data_parallel.table import text
 from benchmarks.parallel.table import hidden, row_text
 from tests.harness.ranks import RankPool
@@ -103,7 +103,11 @@ def test_hidden_is_a_share_of_what_fsdp2_adds() -> None:
 
 def test_rivals_of_inductor_use_what_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduling = {"aten_distributed_optimizations.enable_overlap_scheduling": True}
-    assert inductor_options(INDUCTOR_OVERLAP, "inductor", is_cuda=False) == scheduling
+    with_bucketing = inductor_options(INDUCTOR_OVERLAP, "inductor", is_cuda=False)
+    known = inductor.known_options()
+    assert with_bucketing == scheduling | {name: value for name, value in inductor.WITH_SCHEDULING.items() if name in known}
+    assert with_bucketing["aten_distributed_optimizations.collective_bucketing"] is True
+    torch.compile(torch.sin, options=with_bucketing)  # raises for names and types that Inductor does not take
     with pytest.raises(RuntimeError, match="needs --compiler inductor"):
         inductor_options(INDUCTOR_OVERLAP, "aot_eager", is_cuda=True)
     low_contention = {*scheduling, "aten_distributed_optimizations.enable_low_contention_collectives"}
@@ -116,6 +120,15 @@ def test_rivals_of_inductor_use_what_torch_has(monkeypatch: pytest.MonkeyPatch) 
         inductor_options(INDUCTOR_SYMM, "inductor", is_cuda=True)
     variants = {"inductor_overlap": {"why": {}, "settings": scheduling}}
     assert f"inductor_overlap sets {json.dumps(scheduling)}" in row_text("8b", {"variants": variants}, "simple", "", str)
+
+
+def test_low_contention_collectives_are_counted() -> None:
+    """A step whose collectives torch has left alone gets no times."""
+    x = torch.randn(2, 2)
+    assert count_low_contention(lambda: (x @ x, x @ x), "aten::mm") == 2
+    with pytest.raises(RuntimeError, match="replaced no collective"):
+        count_low_contention(lambda: x @ x)
+    assert all(hasattr(torch.ops.symm_mem, f"_low_contention_{name}") for name in ("all_gather", "reduce_scatter"))
 
 
 def test_without_inductor(tmp_path: Path) -> None:

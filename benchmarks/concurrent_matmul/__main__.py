@@ -3,9 +3,10 @@
     torchrun --nproc-per-node N -m benchmarks.concurrent_matmul [--mib 32,128,512] [--matmul 8192,8192,8192] [--json OUT]
 
 A row is a collective whose whole tensor has that many MiB of bf16; a rank sends (R - 1) / R of it. The clock stands around the
-matmul alone: events in front of and behind it, in CUDA graphs too ("(g)"). A collective that is shorter than the matmul slows
+matmul alone: events in front of and behind it, in CUDA graphs too ("(g)"). The GPU spins for about a millisecond in front of
+each call, until the host has issued all of it: no event waits for a launch. A collective that is shorter than the matmul slows
 down a part of it only: compare rows whose collective takes about as long. Microseconds, median over --rounds, maximum over
-ranks; all calls of a row alternate. Results are compared with c10d's before. On the CPU the times mean nothing.
+ranks; all calls of a row alternate. Results, of replays too, are compared with c10d's before. CPU times mean nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from .table import text
 
 OPS = torch.ops.ub_overlap
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
+SPIN_CYCLES = 2_000_000
+"""Of the GPU, about a millisecond: longer than the host needs for a call of start, matmul and finish."""
 
 
 class Stopwatch:
@@ -57,6 +60,8 @@ class StopwatchClock(Clock):
     def time_call(self, call: Any) -> float:
         run, watch = call
         self.together()
+        if self.world.cuda:
+            torch.cuda._sleep(SPIN_CYCLES)
         run()
         self.world.sync()
         return watch.ms()
@@ -118,6 +123,14 @@ class ConcurrentCase:
         if not difference <= (1e-2 if self.collective == "reduce_scatter" else 0.0):
             raise AssertionError(f"wrong numbers: {self.collective} differs from c10d by {difference:.3g}")
 
+    def check_replay(self, replay: Callable[[], Any], result: Tensor) -> None:
+        """Check what a replay writes into `result`. Collective."""
+        result.zero_()
+        self.world.barrier()  # a peer may write to `result` as soon as it replays
+        replay()
+        self.world.sync()
+        self.check(result)
+
     def measure(self, rounds: int) -> dict[str, Any]:
         """Return milliseconds by column, and why some are missing."""
         world, parts = self.world, {"collective": (True, False), "alone": (False, True), "concurrent": (True, True)}
@@ -136,7 +149,11 @@ class ConcurrentCase:
                 for name, has in parts.items():
                     watch = Stopwatch(world, captured)
                     call: Call = self.call(watch, *has)
-                    calls[name] = capture_graph(call, world)[0] if captured else call, watch
+                    if captured:
+                        call, result = capture_graph(call, world)
+                        if name == "concurrent":
+                            self.check_replay(call, result)
+                    calls[name] = call, watch
                 settle(calls["alone"][0], world)
                 return clock.rounds(calls, rounds, 3)[0]
 

@@ -5,10 +5,11 @@ Legend: S positions of this rank, R ranks, D width, E head dim, H query heads, G
     gathered   keys and values of all ranks are gathered
     ring       torch's ring attention: keys and values go from rank to rank, by one gather or by all_to_alls
     ulysses    positions are exchanged for heads: each rank attends with H / R heads to the whole sequence
-    local      no exchange: own keys and values, R times; the same operations, other numbers
+    local      no exchange: own keys and values, R times; the same attention, other numbers
 
 Without a mask all ranks and all forms compute equally much. A causal mask is balanced: the sequence has 2R chunks, of which
 rank r has chunks r and 2R - 1 - r (zigzag). Ulysses attends to the whole sequence, so its ranks have contiguous positions.
+"gathered" brings keys and values in the order of their positions by a copy; "local" has no such copy, as its keys are any.
 """
 
 from __future__ import annotations
@@ -48,17 +49,20 @@ class Sdpa(nn.Module):
 
 
 class ZigzagSdpa(nn.Module):
-    """Causal attention of both chunks of a rank, [1, H, S, E], to all positions, [1, H, R * S, E] in rank order."""
+    """Causal attention of both chunks of a rank, [1, H, S, E], to all positions, [1, H, R * S, E]."""
 
-    def __init__(self, mesh: DeviceMesh, positions: int) -> None:
+    def __init__(self, mesh: DeviceMesh, positions: int, in_rank_order: bool) -> None:
+        """`in_rank_order`: keys and values come as ranks hold them, and are put in the order of their positions."""
         super().__init__()
         rank, ranks, self.half = mesh.get_local_rank(), mesh.size(), positions // 2
-        self.order = sorted(range(2 * ranks), key=lambda i: i // 2 if i % 2 == 0 else 2 * ranks - 1 - i // 2)
+        order = sorted(range(2 * ranks), key=lambda i: i // 2 if i % 2 == 0 else 2 * ranks - 1 - i // 2)
+        self.order = order if in_rank_order else None
         seen = [(chunk + 1) * self.half for chunk in (rank, 2 * ranks - 1 - rank)]
         self.masks = [causal_lower_right(self.half, keys) for keys in seen]  # Dynamo does not trace their constructor
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (torch.cat([t.narrow(2, i * self.half, self.half) for i in self.order], 2) for t in (k, v))
+        if self.order is not None:
+            k, v = (torch.cat([t.narrow(2, i * self.half, self.half) for i in self.order], 2) for t in (k, v))
         parts = [
             F.scaled_dot_product_attention(own, k[:, :, : mask.seq_len_kv], v[:, :, : mask.seq_len_kv], attn_mask=mask)
             for own, mask in zip(q.chunk(2, 2), self.masks, strict=True)
@@ -72,7 +76,7 @@ class ContextAttention(nn.Module):
     def __init__(self, sizes: BlockSizes, form: str, mesh: DeviceMesh, positions: int, is_causal: bool) -> None:
         super().__init__()
         is_zigzag = is_causal and form in ("gathered", LOCAL)
-        sdpa = ZigzagSdpa(mesh, positions) if is_zigzag else Sdpa(is_causal)
+        sdpa = ZigzagSdpa(mesh, positions, form == "gathered") if is_zigzag else Sdpa(is_causal)
         self.sdpa = parallelize_attention(sdpa, mesh) if form == "ring" else sdpa
         self.head_dim, kv_dim = sizes.head_dim, sizes.kv_heads * sizes.head_dim
         self.wq, self.wk, self.wv = linear(sizes.dim, sizes.dim), linear(sizes.dim, kv_dim), linear(sizes.dim, kv_dim)

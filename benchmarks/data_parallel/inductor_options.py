@@ -1,12 +1,16 @@
 """Inductor's own overlap of collectives: the options of each rival, of those that the running torch has.
 
-inductor_overlap   overlap scheduling, with its bucketing; in a torch without it, the reordering of collectives
+inductor_overlap   overlap scheduling with bucketing, as torchtitan's graph_trainer sets it; in a torch without it, the
+                   reordering of collectives
 inductor_symm      the same, then low-contention collectives: copies of symmetric memory in place of NCCL's kernels
+
+Low-contention collectives replace only all_gathers and reduce_scatters of at least 16 MiB per rank that have a matmul to hide
+behind and no collective of another group next to them. `count_low_contention` counts what a step runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -14,19 +18,28 @@ import torch
 from ub_overlap import _torch_compat as compat
 
 INDUCTOR_OVERLAP, INDUCTOR_SYMM = "inductor_overlap", "inductor_symm"
-_SCHEDULING = {"aten_distributed_optimizations.enable_overlap_scheduling": True}
+_DISTRIBUTED = "aten_distributed_optimizations."
+_SCHEDULING = {_DISTRIBUTED + "enable_overlap_scheduling": True}
 _REORDERING = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": [
         "reorder_communication_preserving_peak_memory", "sink_waits_iterative", "reorder_communication_preserving_peak_memory",
     ],
 }  # fmt: skip
-_LOW_CONTENTION = {**_SCHEDULING, "aten_distributed_optimizations.enable_low_contention_collectives": True}
+_LOW_CONTENTION = {**_SCHEDULING, _DISTRIBUTED + "enable_low_contention_collectives": True}
 INDUCTOR_RIVALS: dict[str, tuple[dict[str, Any], ...]] = {
     INDUCTOR_OVERLAP: (_SCHEDULING, _REORDERING),
     INDUCTOR_SYMM: (_LOW_CONTENTION,),
 }
 """By variant the sets of options that it may use, best first."""
+WITH_SCHEDULING: dict[str, Any] = {
+    _DISTRIBUTED + "collective_bucketing": True,  # None, the default, does not bucket
+    _DISTRIBUTED + "insert_overlap_deps": True,
+    "allow_buffer_reuse": False,
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": False,
+}
+"""What torchtitan's graph_trainer sets with overlap scheduling (jit_backend.py)."""
 
 
 def known_options() -> Set[str]:
@@ -46,4 +59,19 @@ def inductor_options(name: str, compiler: str, is_cuda: bool) -> dict[str, Any]:
         )
     if name == INDUCTOR_SYMM and not is_cuda:
         raise RuntimeError("low-contention collectives need CUDA")
+    if _SCHEDULING.keys() <= options.keys():
+        options = {**options, **{key: value for key, value in WITH_SCHEDULING.items() if key in known}}
     return options
+
+
+def count_low_contention(step: Callable[[], Any], prefix: str = "symm_mem::_low_contention_") -> int:
+    """Run a step under the profiler, and return how many low-contention collectives it runs. RuntimeError for none.
+
+    `prefix`: of the names of these ops.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    count = sum(event.count for event in profile.key_averages() if event.key.startswith(prefix))
+    if not count:
+        raise RuntimeError("torch replaced no collective by a low-contention one: small ones, or nothing to hide behind")
+    return count

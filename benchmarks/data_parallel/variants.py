@@ -2,8 +2,9 @@
 
     compute            whole weights, no communication
     inductor           every linear and norm gathers its weight in the graph (ZeRO-3 by functional collectives), torch.compile
-    inductor_overlap   the same with Inductor's overlap scheduling
-    inductor_symm      the same, with its low-contention collectives too (symmetric memory), where torch has them
+    inductor_overlap   the same with Inductor's overlap scheduling and bucketing
+    inductor_symm      the same, with its low-contention collectives too (symmetric memory), where torch has them. It replaces
+                       only collectives of at least 16 MiB per rank that a matmul can hide; without any there are no times
     fsdp2              fully_shard of each block and of the model, each block compiled
     fsdp2_ours         the same with ub_overlap.fsdp.install
     fsdp2_symm         the same with set_symm_mem_for_comm, where torch has it; not in one run with ours, whose memory it breaks
@@ -38,7 +39,7 @@ from ub_overlap.tools.rank_process import World
 
 from ..blocks.model import BlockSizes, LlamaBlock, compute_only, fresh_code, parallel_block
 from ..parallel.variant import COMPUTE, INDUCTOR, ParallelVariant, backend
-from .inductor_options import INDUCTOR_RIVALS, inductor_options
+from .inductor_options import INDUCTOR_RIVALS, INDUCTOR_SYMM, count_low_contention, inductor_options
 
 FSDP2, FSDP2_OURS, FSDP2_SYMM = "fsdp2", "fsdp2_ours", "fsdp2_symm"
 TORCH = (COMPUTE, INDUCTOR, FSDP2)
@@ -88,7 +89,10 @@ def make(name: str, context: ParallelContext) -> ParallelVariant:
     shape = (1, context.tokens // context.mesh["tp"].size(), context.sizes.dim)
     x, grad = (torch.randn(shape, device=world.device, dtype=context.dtype) for _ in range(2))
     settings = arguments["options"] if name in INDUCTOR_RIVALS else {}
-    return ParallelVariant(name, model, call, x.requires_grad_(), grad, settings=settings).first_step(world)
+    variant = ParallelVariant(name, model, call, x.requires_grad_(), grad, settings=settings).first_step(world)
+    if name == INDUCTOR_SYMM:
+        variant.sites = f"{count_low_contention(variant.step)} low-contention"
+    return variant
 
 
 def _model(name: str, context: ParallelContext) -> nn.Module:

@@ -101,7 +101,25 @@ def alias_base(node: Node) -> Node | None:
 
 def is_mutable(node: Node) -> bool:
     """Return whether `node` writes to a tensor. Functional collectives and their waits only look impure."""
-    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    if not isinstance(node.target, compat.HigherOrderOperator):
+        return False
+    if node.target.name() == "triton_kernel_wrapper_mutation":
+        return True
+    written = (t for graph in subgraphs_of(node) for n in graph.nodes if is_mutable(n) for t in written_by(n))
+    return any(storage_node(t).op in ("placeholder", "get_attr") for t in written)
+
+
+def written_by(node: Node) -> list[Node]:
+    """Return the tensors that a mutable node writes to: all inputs of a higher-order op."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return node.all_input_nodes
+    given = {a.name: value for a, value in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+    written = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [value for value in compat.tree_leaves(written) if isinstance(value, Node)]
 
 
 def is_elementwise(node: Node) -> bool:

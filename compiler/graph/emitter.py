@@ -14,12 +14,15 @@ from torch.fx import Graph, Node
 from ub_overlap import _torch_compat as compat
 
 from .aten import aten, shape_of
+from .joint_graph import AUTOGRAD_BACKWARD
 from .matmul import Operand
 from .sizes import Size, as_sizes, is_same, is_same_shape, numel
 
 SITE = "ub_overlap_site"
 """Key of node.meta: "<plan digest>/<site id>" of the site that the node belongs to."""
-_COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "original_aten", "custom", "seq_nr")
+_COPIED_META = (
+    "stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "original_aten", "custom", "seq_nr", AUTOGRAD_BACKWARD,
+)  # fmt: skip
 
 
 SizeSource = Any

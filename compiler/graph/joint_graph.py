@@ -32,10 +32,12 @@ def half_of(node: Node) -> str:
     The partitioner's tag says it in a joint graph of AOTAutograd, the mark of torch's autograd in others.
     """
     tag = node.meta.get("partitioner_tag")
-    is_backward = node.meta.get("autograd_backward") if tag is None else tag in ("is_backward", "must_be_in_backward")
+    is_backward = node.meta.get(AUTOGRAD_BACKWARD) if tag is None else tag in ("is_backward", "must_be_in_backward")
     return "backward" if is_backward else "forward"
 
 
+AUTOGRAD_BACKWARD = "autograd_backward"
+"""Key of node.meta: the mark of torch's autograd in a trace."""
 HALF = "ub_overlap_half"
 """Key of node.meta: set by `mark_halves`."""
 
@@ -63,6 +65,8 @@ def first_of_backward(graph: Graph) -> Node | None:
 
 
 _REGION_KEYS = ("partitioner_tag", "recompute", "ac_graph_id", HALF)
+_COPIED_KEYS = (*_REGION_KEYS, AUTOGRAD_BACKWARD)
+"""Passes of the user repeat nodes of forward in backward without the mark: these are in its region too."""
 
 
 def region_of(node: Node) -> tuple[object, ...]:
@@ -73,7 +77,7 @@ def region_of(node: Node) -> tuple[object, ...]:
 def copy_region(source: Node, nodes: Iterable[Node]) -> None:
     """Put `nodes` where `source` is: in its half and its checkpoint region."""
     for node in nodes:
-        for key in _REGION_KEYS:
+        for key in _COPIED_KEYS:
             node.meta.pop(key, None)
             if key in source.meta:
                 node.meta[key] = source.meta[key]

@@ -55,9 +55,10 @@ def apply_passes(
     marks that autograd leaves in a trace, and by ops that are named backward.
 
     All ranks of the groups must call it with equal graphs. Run the result under torch.no_grad: the graph holds the backward.
-    In-place ops become ops that return new tensors. OptionError for a graph of another kind, one that was rewritten before, one
-    that writes to memory which is read through views later, and for options that one graph cannot follow:
-    memory_budget, defer_weight_gradients, fp8, split_tokens="force", mode, and those of Inductor.
+    In-place ops become ops that return new tensors with the same strides, also assignments to slices. OptionError for a graph
+    of another kind, one that was rewritten before, one that writes to memory which is read through other views later, or in a
+    higher-order op, and for options that one graph cannot follow: memory_budget, defer_weight_gradients, fp8,
+    split_tokens="force", mode, and those of Inductor.
     """
     ours, theirs = parse_and_load(options)
     _check_options(ours, theirs)

@@ -1,13 +1,14 @@
 """Writes of a traced graph: the matchers follow values, so a tensor must hold one value as long as it is read.
 
-    x -> add_(x, y) -> z; x, z read later          becomes          x -> add(x, y) -> z; z read later
+    x -> add_(x, y) -> z; x, z read later        becomes     x -> add(x, y) -> z; z read later
+    x -> v = x[0] -> copy_(v, y); x read later   becomes     x -> v = x[0] -> select_scatter(x, copy(v, y)) -> z; z read later
 
 AOTAutograd functionalizes its graphs; make_fx does not. A last write to an input of the graph stays, as in AOTAutograd's.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,61 +18,132 @@ from torch.fx.node import map_aggregate
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.errors import OptionError
 
-from ..graph.aten import is_mutable, storage_node, tensor_of
+from ..graph.aten import alias_base, aten, c10d, is_mutable, tensor_of, written_by
+from ..graph.sizes import as_sizes, is_same
+
+_SCATTERS: dict[Any, Any] = {aten.select.int: aten.select_scatter.default, aten.slice.Tensor: aten.slice_scatter.default}
+"""Views through which a tensor may be written, and the ops that return the tensor with other elements there."""
+
+
+class _NotReplaceable(Exception):
+    """A write that no ops without writes can replace."""
 
 
 def replace_writes(graph: Graph, where: str) -> int:
     """Replace in-place ops by those that return a new tensor. Return how many. OptionError for a write that cannot be."""
-    count = 0
-    for node in [n for n in graph.nodes if n.op == "call_function" and is_mutable(n)]:
-        tensor, aliases = _written(node), _aliases(graph)
-        if tensor is not None and _is_last_write(node, tensor, aliases):
+    count, aliases = 0, _Aliases()
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not is_mutable(node):
+            aliases.add(node)
             continue
-        target = _functional(node) if tensor is not None else None
-        if tensor is None or target is None or not _is_read_by_name(node, tensor, aliases):
-            raise _refused(node, where)
-        value = _value(node, target)
-        before = tensor_of(tensor)
-        if before is None or value is None or (value.shape, value.dtype) != (before.shape, before.dtype):
-            raise _refused(node, where)
-        with graph.inserting_before(node):
-            result = graph.call_function(target, node.args, node.kwargs)
-        result.meta = {**node.meta, "val": value}
-        node.replace_all_uses_with(result)
-        tensor.replace_all_uses_with(result, delete_user_cb=lambda user, at=result: at < user)
-        graph.erase_node(node)
+        try:
+            write = _Write(graph, node, aliases)
+            if write.is_last:
+                aliases.add(node)
+                continue
+            write.replace()
+        except _NotReplaceable:
+            raise _refused(node, where) from None
         count += 1
     return count
 
 
-def _written(node: Node) -> Node | None:
-    """Return the first argument of `node` if that is all it writes to."""
-    writes = [i for i, a in enumerate(node.target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]  # type: ignore[union-attr]
-    return node.args[0] if writes == [0] and node.args and isinstance(node.args[0], Node) else None
+class _Aliases:
+    """The nodes of each memory, of the part of a graph that was added."""
+
+    def __init__(self) -> None:
+        self._bases: dict[Node, Node] = {}
+        self._nodes: dict[Node, list[Node]] = {}
+
+    def add(self, node: Node) -> None:
+        """Add a node behind those that it reads."""
+        parent = alias_base(node)
+        self._bases[node] = base = node if parent is None else self._bases[parent]
+        self._nodes.setdefault(base, []).append(node)
+
+    def base_of(self, node: Node) -> Node:
+        """Return the node that allocated the memory of `node`."""
+        return self._bases[node]
+
+    def of(self, base: Node) -> list[Node]:
+        """Return the nodes of the memory that `base` allocated."""
+        return self._nodes[base]
 
 
-def _aliases(graph: Graph) -> dict[Node, list[Node]]:
-    """Return the nodes of each memory, by the node that allocated it."""
-    aliases: defaultdict[Node, list[Node]] = defaultdict(list)
-    for node in graph.nodes:
-        aliases[storage_node(node)].append(node)
-    return aliases
+class _Write:
+    """A node that writes to its first argument and to nothing else."""
 
+    def __init__(self, graph: Graph, node: Node, aliases: _Aliases) -> None:
+        written = written_by(node)
+        if isinstance(node.target, compat.HigherOrderOperator) or len(written) != 1 or written[0] is not node.args[0]:
+            raise _NotReplaceable
+        self._graph, self._node, self._aliases = graph, node, aliases
+        self._tensor, self._base = written[0], aliases.base_of(written[0])
+        later = {alias: [u for u in alias.users if node < u] for alias in aliases.of(self._base)}
+        self._read = {alias for alias, users in later.items() if users}
+        """What is read afterwards, by these names."""
+        self._readers = [*node.users, *(user for users in later.values() for user in users)]
 
-def _is_last_write(node: Node, tensor: Node, aliases: dict[Node, list[Node]]) -> bool:
-    """Return whether `node` writes to an input of the graph that nothing computes with afterwards."""
-    base = storage_node(tensor)
-    if base.op != "placeholder":
-        return False
-    later = {user for alias in aliases[base] for user in alias.users if node < user}
-    return all(user.op == "output" for user in later)
+    @property
+    def is_last(self) -> bool:
+        """Whether it writes to an input of the graph that nothing computes with afterwards."""
+        return self._base.op == "placeholder" and all(user.op == "output" for user in self._readers)
 
+    def replace(self) -> None:
+        """Replace the write. What reads the written memory afterwards reads new tensors."""
+        node, target, views = self._node, _functional(self._node), self._views()
+        if target is None or self._base.op != "call_function":
+            raise _NotReplaceable
+        with self._graph.inserting_before(node):
+            new = self._like(self._tensor, target, node.args, node.kwargs)
+            if node.target.namespace == c10d.name and (len(views) > 1 or new.target is not target):  # type: ignore[union-attr]
+                raise _NotReplaceable  # the result is in flight, and nothing may read it before its wait
+            for view, parent in pairwise(views):
+                new = self._like(parent, _SCATTERS[view.target], (parent, new, *view.args[1:]), view.kwargs)
+            self._pass_on(views.pop(), new)
+            while views and (node.users or self._read.intersection(views)):
+                view = views.pop()
+                args = (new, *view.args[1:])
+                new = self._add(view.target, args, view.kwargs, _value(view.target, args, view.kwargs))
+                self._pass_on(view, new)
+        node.replace_all_uses_with(new)
+        self._graph.erase_node(node)
 
-def _is_read_by_name(node: Node, tensor: Node, aliases: dict[Node, list[Node]]) -> bool:
-    """Return whether all that reads the written memory afterwards reads it as `tensor`, or as the result of the write."""
-    base = storage_node(tensor)
-    others = [a for a in aliases[base] if a is not tensor and a < node]
-    return base.op == "call_function" and not any(node < user for a in others for user in a.users)
+    def _views(self) -> list[Node]:
+        """Return the written tensor and what it is a view of, as far as that is read. _NotReplaceable for other readers."""
+        views, unread = [self._tensor], self._read - {self._tensor}
+        while unread:
+            parent = alias_base(views[-1])
+            if parent is None or views[-1].target not in _SCATTERS:
+                raise _NotReplaceable
+            views.append(parent)
+            unread.discard(parent)
+        if views[-1] is not self._base and any(user.target is aten.as_strided.default for user in self._readers):
+            raise _NotReplaceable  # as_strided may read elements of the base, which a new view lacks
+        return views
+
+    def _like(self, form: Node, target: Any, args: Any, kwargs: Any) -> Node:
+        """Emit an op whose result has the sizes and strides of `form`: later views of it rely on them."""
+        value, before = _value(target, args, kwargs), tensor_of(form)
+        if value is None or before is None or (value.shape, value.dtype) != (before.shape, before.dtype):
+            raise _NotReplaceable
+        new = self._add(target, args, kwargs, value)
+        if _has_same_strides(value, before):
+            return new
+        value = _value(aten.copy.default, (form, new), {})  # has the strides of its first argument
+        if value is None or not _has_same_strides(value, before):
+            raise _NotReplaceable
+        return self._add(aten.copy.default, (form, new), {}, value)
+
+    def _add(self, target: Any, args: Any, kwargs: Any, value: Any) -> Node:
+        new = self._graph.call_function(target, args, kwargs)
+        new.meta = {**self._node.meta, "val": value}
+        self._aliases.add(new)
+        return new
+
+    def _pass_on(self, old: Node, new: Node) -> None:
+        """Let the readers of `old` behind the write read `new`."""
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: self._node < user)
 
 
 def _functional(node: Node) -> Any:
@@ -85,11 +157,17 @@ def _functional(node: Node) -> Any:
     return overload if names[0] == names[1] else None
 
 
-def _value(node: Node, target: Any) -> torch.Tensor | None:
-    args, kwargs = map_aggregate((node.args, node.kwargs), lambda a: a.meta["val"] if isinstance(a, Node) else a)  # type: ignore[misc]
-    with compat.fake_mode_of(args[0]), torch.no_grad():
-        value = target(*args, **kwargs)
+def _value(target: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    fake_args, fake_kwargs = map_aggregate((args, kwargs), lambda a: a.meta["val"] if isinstance(a, Node) else a)  # type: ignore[misc]
+    with compat.fake_mode_of(fake_args[0]), torch.no_grad():
+        value = target(*fake_args, **fake_kwargs)
     return value if isinstance(value, torch.Tensor) else None
+
+
+def _has_same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape have the same strides. That of a dim of size 1 means nothing."""
+    sizes, strides = as_sizes(a.shape), zip(as_sizes(a.stride()), as_sizes(b.stride()), strict=True)
+    return all(size == 1 or is_same(*pair) for size, pair in zip(sizes, strides, strict=True))
 
 
 def _refused(node: Node, where: str) -> OptionError:
@@ -97,6 +175,6 @@ def _refused(node: Node, where: str) -> OptionError:
         what="the graph writes to memory that is read afterwards, in a way that cannot be replaced",
         where=f"{where}: node {node.name}",
         got=str(node.target),
-        expected="a graph without writes, or in-place ops whose tensor has no views that are read later",
+        expected="in-place ATen ops on tensors whose views are not read later; slices and selects may be assigned to",
         fix="trace make_fx(torch.func.functionalize(step))",
     )

@@ -17,7 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import ub_overlap
 from tests.harness.ranks import RankPool
 from ub_overlap._torch_compat import FakeStore
+from ub_overlap.compiler.graph.emitter import Emitter
 from ub_overlap.compiler.graph.graph_inputs import GraphInputs
+from ub_overlap.compiler.graph.joint_graph import AUTOGRAD_BACKWARD, is_in_backward
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime.errors import OptionError
 
@@ -154,7 +156,7 @@ def test_reduce_dtype_needs_marks_of_autograd(fake_group: None) -> None:
 def test_a_write_that_is_read_through_a_view(fake_group: None) -> None:
     def written(x: Tensor, w: Tensor) -> Tensor:
         g = funcol.all_gather_tensor(x, 0, dist.group.WORLD).clone()
-        g[:2].mul_(2)
+        g.view(2, 4, 8)[0].mul_(2)
         return g @ w
 
     gm, inputs = traced(written)
@@ -176,6 +178,25 @@ def test_parameters(fake_group: None) -> None:
     assert names(gm, inputs, (1,)) == {w} and names(gm, inputs, ()) == set()
     assert names(gm, [inputs[0], weight], None) == {w} and names(gm, inputs, None) == {x, w}
     assert names(held, inputs[:1], None) == {attribute} and names(held, inputs[:1], (0,)) == {x, attribute}
+
+
+@pytest.mark.parametrize("marks_all", [True, False])
+def test_new_nodes_are_in_the_half_of_those_that_they_replace(fake_group: None, marks_all: bool) -> None:
+    """A sum of two reductions is reduced once: in backward where the sum is. Rules with a phase and reduce_dtype read it."""
+
+    def summed(x: Tensor, w: Tensor) -> Tensor:
+        first, second = (funcol.reduce_scatter_tensor(y, "sum", 0, dist.group.WORLD) for y in (x @ w, x @ w.sin()))
+        return first + second
+
+    gm, inputs = traced(summed)
+    known = [n for n in gm.graph.nodes if n.op == "call_function"]
+    for node in known if marks_all else known[-1:]:
+        node.meta[AUTOGRAD_BACKWARD] = True
+    ub_overlap.apply_passes(gm, inputs, options=FORCE, phase="step")
+    new = [n for n in gm.graph.nodes if n.op == "call_function" and n not in known]
+    assert len([n for n in new if "reduce_scatter" in str(n.target)]) == 1 and all(map(is_in_backward, new))
+    with gm.graph.inserting_after(new[-1]):
+        assert is_in_backward(Emitter(gm.graph, new[-1], {}).call(torch.ops.aten.neg.default, new[-1]))
 
 
 @pytest.mark.parametrize("marked", [False, True])
