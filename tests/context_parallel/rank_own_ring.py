@@ -16,30 +16,31 @@ from tests.runtime.rank_failures import attempt
 HEADS, REPEATS, WIDTH = 2, 3, 256
 
 
-def _to_next(x: Tensor, rank: int) -> Tensor:
+def _to_next(x: Tensor, rank: int, group: str) -> Tensor:
     """Send all rows to the other of two ranks."""
     splits = [len(x) if r != rank else 0 for r in range(2)]
-    return funcol.wait_tensor(funcol.all_to_all_single(x, splits, splits, dist.group.WORLD))
+    return funcol.wait_tensor(funcol.all_to_all_single(x, splits, splits, group))
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, keys: Tensor, rank: int) -> Tensor:
-        ctx.rank = rank
-        return _to_next(keys.contiguous(), rank)
+    def forward(ctx: Any, keys: Tensor, rank: int, group: str) -> Tensor:
+        ctx.rank, ctx.group = rank, group
+        return _to_next(keys.contiguous(), rank, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        received = _to_next(gradient.contiguous(), ctx.rank)
-        return (gradient + received if ctx.rank else gradient), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        received = _to_next(gradient.contiguous(), ctx.rank, ctx.group)
+        return (gradient + received if ctx.rank else gradient), None, None
 
 
 def train(rank: int, world: int, options: dict[str, Any], merges: bool) -> dict[str, Any]:
-    """Return the outcome of one step, and whether its gradient is that of the eager step."""
+    """Return the outcome of one step, and whether its gradient is that of the eager step. An error breaks a group of its own."""
+    group: Any = dist.new_group(list(range(world)))
 
     def loss(x: Tensor) -> Tensor:
         keys = x.unsqueeze(1).expand(HEADS, REPEATS, WIDTH).reshape(HEADS * REPEATS, WIDTH)
-        return (_Rotate.apply(keys, rank) * keys).sum()
+        return (_Rotate.apply(keys, rank, group.group_name) * keys).sum()
 
     def gradient(function: Any) -> Tensor:
         x = torch.arange(HEADS * WIDTH, dtype=torch.float32).reshape(HEADS, WIDTH).div(WIDTH).add(rank).requires_grad_()
