@@ -35,7 +35,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def train(rank: int, world: int, options: dict[str, Any], merges: bool) -> dict[str, Any]:
-    """Return the outcome of one step, and whether its gradient is that of the eager step. An error breaks a group of its own."""
+    """Return the outcome of one step of a group of its own, and whether its gradient is that of the eager step."""
     group: Any = dist.new_group(list(range(world)))
 
     def loss(x: Tensor) -> Tensor:
