@@ -196,6 +196,25 @@ def part_of(target: Any, *args: Any) -> Form:
     return form
 
 
+def read_by_a_view(d: Dag, k: Node, v: Node) -> list[Node]:
+    """torchtitan's order: the gradient arrives permuted, and its sum is viewed as rows of a matmul."""
+    read = backward(d, k)
+    dk = d.call(aten.clone.default, d.call(aten.transpose.int, d.call(aten.exp.default, repeat(d, k)), 1, 2))
+    received = d.call(aten.transpose.int, d.scatter(d.call(aten.cat.default, [dk] * RANKS)), 1, 2)
+    apart = d.call(aten.view.default, received, [1, HEADS, REPEATS, POSITIONS, WIDTH])
+    total = d.call(aten.sum.dim_IntList, apart, [2])
+    return [d.call(aten.view.default, total, [HEADS * POSITIONS, WIDTH]), total, read]
+
+
+def two_sums(d: Dag, k: Node, v: Node) -> list[Node]:
+    """Sums of one tensor have memory of their own: one is scaled in place."""
+    read = backward(d, k)
+    part = d.call(aten.slice.Tensor, d.gather(d.call(aten.exp.default, repeat(d, k))), 0, 0, 1)
+    apart = d.call(aten.view.default, part, [1, HEADS, REPEATS, POSITIONS, WIDTH])
+    one, other = (d.call(aten.sum.dim_IntList, apart, [2]) for _ in range(2))
+    return [d.call(aten.mul_.Tensor, one, 0.5), other, read]
+
+
 SENT_ONCE: dict[str, tuple[Form, int]] = {
     "ring": (ring, 2),
     "ring, repeated between positions and width": (lambda d, k, v: ring(d, k, v, repeat_by_positions), 2),
@@ -211,6 +230,8 @@ SENT_ONCE: dict[str, tuple[Form, int]] = {
     "scattered gradients": (scattered_gradients, 2),
     "gradients of zeros": (from_zeros, 2),
     "gradients that are returned as well": (also_read_in_front, 2),
+    "a gradient that a view reads": (read_by_a_view, 2),
+    "two sums of a gradient": (two_sums, 2),
     "gradients behind an all_reduce": (behind_an_all_reduce, 2),
 }
 
@@ -321,6 +342,21 @@ def masked(d: Dag, dk: Node) -> list[Node]:
     return [sum_heads(d, d.call(aten.add.Tensor, own(d, d.gather(positive)), dk))]
 
 
+def filled_later(d: Dag, dk: Node) -> list[Node]:
+    """What is summed lies in memory that is written behind it."""
+    buffer = d.call(aten.exp.default, dk)
+    rows = d.call(aten.view.default, buffer, [ALL, POSITIONS * WIDTH])
+    d.call(aten.add_.Tensor, buffer, dk)
+    whole = d.call(aten.view.default, d.gather(d.call(aten.clone.default, rows)), [RANKS, ALL, POSITIONS, WIDTH])
+    return [sum_heads(d, own(d, whole))]
+
+
+def not_awaited(d: Dag, dk: Node) -> list[Node]:
+    """Another reads what is still in flight."""
+    sent = d.call(c10d.all_gather_into_tensor.default, dk, RANKS, "g")
+    return [sum_heads(d, own(d, wait(d, sent))), sent]
+
+
 def of_a_number(d: Dag, dk: Node) -> list[Node]:
     total = d.call(aten.sum.default, d.gather(dk))
     return [d.call(aten.sum.dim_IntList, total, [-1])]
@@ -347,6 +383,21 @@ def written(d: Dag, k: Node, v: Node) -> list[Node]:
     return [d.call(aten.exp.default, d.gather(own)), buffer]
 
 
+def in_flight(d: Dag, k: Node, v: Node) -> list[Node]:
+    """A gather is returned without a wait."""
+    return [d.call(c10d.all_gather_into_tensor.default, repeat(d, k), RANKS, "g")]
+
+
+def at_a_symbolic_place(d: Dag, k: Node, v: Node) -> list[Node]:
+    """Repeated keys go to a place of a cache that the graph computes; another collective is in the graph."""
+    place = d.graph.call_function(aten.sym_size.int, (k, 1))
+    place.meta["val"] = 2
+    cache = d.call(aten.exp.default, repeat(d, v))
+    stored = d.graph.call_function(aten.slice_scatter.default, (cache, repeat(d, k), 2, place))
+    stored.meta["val"] = cache.meta["val"]
+    return [stored, d.gather(d.call(aten.exp.default, k))]
+
+
 def empty(d: Dag, k: Node, v: Node) -> list[Node]:
     none = d.call(aten.unsqueeze.default, d.call(aten.slice.Tensor, k, 2, 0, 0), 2)
     rows = d.call(aten.reshape.default, d.call(aten.expand.default, none, [1, HEADS, REPEATS, 0, WIDTH]), [ALL, 0])
@@ -360,6 +411,8 @@ LEFT: dict[str, Form] = {
     "no collective": no_collective,
     "a matmul": with_a_matmul,
     "by place": by_place,
+    "in flight": in_flight,
+    "at a symbolic place": at_a_symbolic_place,
     "written": written,
     "empty": empty,
 }
@@ -374,5 +427,6 @@ GRADIENTS_LEFT: dict[str, Callable[[Dag, Node], list[Node]]] = {
     "added in more bits": added_in_more_bits,
     "masked": masked,
     "a number": of_a_number,
+    "not awaited": not_awaited,
 }
 SUMMED = of_gradients(lambda d, dk: [sum_heads(d, own(d, d.gather(dk)))])

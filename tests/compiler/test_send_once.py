@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.fx import Graph, Interpreter, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.compiler.dags import Dag, aten, c10d, inputs_of, module_of
 from tests.compiler.repeat_forms import (
@@ -15,6 +16,7 @@ from tests.compiler.repeat_forms import (
     GRADIENTS_LEFT,
     LEFT,
     POSITIONS,
+    RANKS,
     REPEATS,
     ROWS,
     SENT_ONCE,
@@ -23,7 +25,9 @@ from tests.compiler.repeat_forms import (
     Form,
     backward,
     build,
+    filled_later,
     flat,
+    gathered_repeats,
     gradients,
     keys,
     of_gradients,
@@ -31,6 +35,7 @@ from tests.compiler.repeat_forms import (
     repeat,
     rotate,
     sum_heads,
+    through,
     tiled,
 )
 from ub_overlap.compiler.joint.joint_decision import joint_decision
@@ -180,3 +185,41 @@ def test_tiled_heads() -> None:
     expected, before = run(graph), sent(graph)
     assert send_once(graph) == 1 and sent(graph) * REPEATS == before
     assert all(map(torch.equal, run(graph), expected))
+
+
+def test_what_is_repeated_behind_a_saved_wait_is_not_saved() -> None:
+    """A policy of the user saves results of collectives. What they are repeated to is made again."""
+    graph = build(lambda d, k, v: through(d, gathered_repeats(d, k), aten.exp.default))
+    for node in graph.find_nodes(op="call_function", target=c10d.wait_tensor.default):
+        node.meta |= {"recompute": CheckpointPolicy.MUST_SAVE, "ac_graph_id": 1}
+    assert send_once(graph) == 1
+    (saved,) = [n for n in graph.nodes if n.meta.get("recompute") is CheckpointPolicy.MUST_SAVE]
+    assert saved.target is c10d.wait_tensor.default and saved.meta["val"].numel() * REPEATS == RANKS * ROWS
+    for node in graph.nodes:
+        node.meta.pop("recompute", None)
+
+
+def test_sums_in_the_type_of_their_readers() -> None:
+    """Where two types are asked for, sums are made of what reads the gradient, each in its own type."""
+
+    def form(d: Dag, dk: Node) -> list[Node]:
+        narrow = d.call(CAST, dk, torch.bfloat16)
+        wide = d.gather(d.call(aten.add.Tensor, narrow, d.call(CAST, dk, torch.float32)))
+        other = d.gather(d.call(aten.clone.default, narrow))
+        return [sum_heads(d, d.call(aten.slice.Tensor, whole, 0, 0, 1)) for whole in (wide, other)]
+
+    graph = build(of_gradients(form), torch.float32)
+    expected = run(graph)
+    assert send_once(graph) == 3
+    for found, wanted in zip(run(graph), expected, strict=True):
+        assert found.dtype == wanted.dtype
+        torch.testing.assert_close(found, wanted, rtol=1e-6 if found.dtype is torch.float32 else 1e-2, atol=0)
+
+
+def test_memory_that_is_written_later() -> None:
+    """A copy behind the write is summed, not the view in front of it."""
+    graph = build(of_gradients(filled_later))
+    expected = run(graph)
+    assert send_once(graph) == 2
+    for found, wanted in zip(run(graph), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ...cost.traffic import bytes_sent_in
-from ...graph.aten import CUTS, PERMUTES, VIEWS, aten, c10d, dtype_of, is_getitem, is_mutable, shape_of, storage_node
+from ...graph.aten import CUTS, PERMUTES, VIEWS, aten, c10d, dtype_of, is_getitem, is_mutable, shape_of, storage_node, tensor_of
 from ...graph.joint_graph import is_in_backward, needs_tangents
 from ...match.collectives import read_collective
 from .passed_on import ADDABLE, EXCHANGES, carried, is_static, needed, passes_sums
@@ -40,7 +40,7 @@ def find_repeated(graph: Graph, least_bytes: int) -> Found:
     while True:
         repeats, passing = _follow_repeats(graph, written, left)
         exchanges = [n for n in passing if n.target in EXCHANGES]
-        unfit = {n for n in exchanges if bytes_of(n, repeats[n].count) < least_bytes or not n.users}
+        unfit = {n for n in exchanges if bytes_of(n, repeats[n].count) < least_bytes or not _is_awaited(n)}
         groups = dict.fromkeys(read_collective(n).group for n in exchanges)
         for group in groups if not unfit else ():
             own = [n for n in exchanges if read_collective(n).group == group]
@@ -68,13 +68,18 @@ def _follow_repeats(graph: Graph, written: Collection[Node], left: Collection[No
 
 def find_summed(graph: Graph, sent: Collection[tuple[str | None, int]], least_bytes: int) -> Found:
     """Find gradients that are read in sums over repeats only. `sent`: groups, and how often what they sent was repeated."""
+    written = _written(graph)
     asked: dict[Node, dict[Node, Repeat]] = {}
     repeats: dict[Node, Repeat] = {}
+    leaves: dict[Node, Repeat] = {}
     sums = set[Node]()
     for node in reversed(graph.nodes):
-        wanted = asked.get(node, {})
-        own = next(iter(wanted.values()), None)
-        if own is not None and all(r == own for r in wanted.values()) and wanted.keys() == set(readers_of(node)):
+        own = _agreed(node, asked.get(node, {})) if storage_node(node) not in written else None
+        is_read_otherwise = own is not None and asked[node].keys() != set(readers_of(node))
+        inputs: Mapping[Node, Repeat]
+        if own is not None and is_read_otherwise:
+            leaves[node] = own
+        if own is not None and not is_read_otherwise:
             repeats[node] = own
             inputs = needed(node, own) or {}
         elif (summed := _summed(node)) is not None and any(summed.count == count for _, count in sent):
@@ -89,12 +94,12 @@ def find_summed(graph: Graph, sent: Collection[tuple[str | None, int]], least_by
 
     def may_send(n: Node, repeat: Repeat) -> bool:
         was_sent = (read_collective(n).group, repeat.count) in sent
-        return was_sent and (n in backward or is_in_backward(n)) and bytes_of(n, repeat.count) >= least_bytes
+        is_large = bytes_of(n, repeat.count) >= least_bytes
+        return was_sent and (n in backward or is_in_backward(n)) and is_large and _is_awaited(n)
 
     left = {n for n, repeat in repeats.items() if n.target in EXCHANGES and not may_send(n, repeat)}
-    written = _written(graph)
     while True:
-        passing = _passing_sums(repeats, written, left)
+        passing = _passing_sums(repeats, leaves, left)
         reached = set[Node]()  # nodes whose readers all lead to sums, through nodes that pass them on
         for node in repeats:  # the last node first
             if all(u in sums or (u in passing and u in reached) for u in readers_of(node)):
@@ -102,17 +107,20 @@ def find_summed(graph: Graph, sent: Collection[tuple[str | None, int]], least_by
         exchanges = [n for n in passing if n.target in EXCHANGES]
         unread = {n for n in exchanges if n not in reached}
         if not unread:
-            return Found(repeats, passing, exchanges, sums)
+            return Found({**repeats, **leaves}, passing, exchanges, sums)
         left |= unread  # else it would be sent once more
 
 
-def _passing_sums(repeats: Mapping[Node, Repeat], written: Collection[Node], left: Collection[Node]) -> set[Node]:
-    """Return the nodes whose sums over repeats can be made of those of their inputs. `repeats`: the last node first."""
+def _passing_sums(repeats: Mapping[Node, Repeat], leaves: Mapping[Node, Repeat], left: Collection[Node]) -> set[Node]:
+    """Return the nodes whose sums over repeats can be made of those of their inputs. `repeats`: the last node first.
+
+    `leaves`: inputs that are read otherwise as well.
+    """
     passing = set[Node]()
     for node in reversed(repeats):  # type: ignore[call-overload]
         inputs = needed(node, repeats[node]) or {}
-        is_known = bool(inputs) and all(repeats.get(i) == r for i, r in inputs.items()) and passes_sums(node, inputs)
-        if not is_known or node in left or _is_read_wider(node) or storage_node(node) in written:
+        is_known = bool(inputs) and all(r in (repeats.get(i), leaves.get(i)) for i, r in inputs.items())
+        if not is_known or not passes_sums(node, inputs) or node in left or wider_type(node) is not None:
             continue
         if node.target is not c10d.wait_tensor.default or next(iter(inputs)) in passing:
             passing.add(node)
@@ -126,10 +134,35 @@ def bytes_of(exchange: Node, count: int = 1) -> int:
     return sent // count
 
 
-def _is_read_wider(node: Node) -> bool:
-    """Return whether what reads `node` adds it up in fp32, and `node` has fewer bits: so must its sum over repeats."""
-    narrow = dtype_of(node) in (torch.bfloat16, torch.float16)
-    return narrow and any(u.meta["val"].dtype is torch.float32 for u in readers_of(node))
+def _is_awaited(exchange: Node) -> bool:
+    """Return whether waits read `exchange`, and nothing else."""
+    return bool(exchange.users) and all(u.target is c10d.wait_tensor.default for u in exchange.users)
+
+
+def _agreed(node: Node, asked: Mapping[Node, Repeat]) -> Repeat | None:
+    """Return the repeat over which those who ask for sums of `node` all sum. None also where a sum would need two types."""
+    own = next(iter(asked.values()), None)
+    if own is None or any(r != own for r in asked.values()):
+        return None
+    types = {_dtype(u) for u in readers_of(node)}
+    wider = {t for t in types if t is not None and _has_more_bits(t, dtype_of(node))}
+    return own if not wider or len(types) == 1 else None
+
+
+def wider_type(node: Node) -> torch.dtype | None:
+    """Return the type in which what reads `node` adds it up, if it has more bits: its sum over repeats must have them too."""
+    types = map(_dtype, readers_of(node))
+    return next((t for t in types if t is not None and _has_more_bits(t, dtype_of(node))), None)
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    """Return the type of a tensor, None of other values."""
+    value = tensor_of(node)
+    return None if value is None else value.dtype
+
+
+def _has_more_bits(one: torch.dtype, other: torch.dtype) -> bool:
+    return one != other and torch.promote_types(one, other) == one
 
 
 def _repeat_of(node: Node) -> Repeat | None:
@@ -148,7 +181,9 @@ def _repeat_of(node: Node) -> Repeat | None:
 
 def _summed(node: Node) -> Repeat | None:
     """Return the repeat that a sum over one dim adds up, in the type of its terms."""
-    if node.target is not aten.sum.dim_IntList or not isinstance(node.args[0], Node) or not is_static(node.args[0]):
+    if node.target is not aten.sum.dim_IntList or len(node.args) < 2:
+        return None
+    if not isinstance(node.args[0], Node) or not is_static(node.args[0]):
         return None
     dims, shape = node.args[1], shape_of(node.args[0])
     if not isinstance(dims, Sequence) or len(dims) != 1 or not isinstance(dims[0], int) or not shape:

@@ -6,7 +6,7 @@ elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -92,8 +92,10 @@ def passes_sums(node: Node, inputs: Iterable[Node]) -> bool:
     return all(dtype in ADDABLE for dtype in before)
 
 
-def emit_smaller(e: Emitter, node: Node, repeat: Repeat, smaller: Mapping[Node, Node]) -> Node:
-    """Emit T(`node`) of T of its inputs, `smaller`."""
+def emit_smaller(
+    e: Emitter, node: Node, repeat: Repeat, smaller: Mapping[Node, Node], splits: MutableMapping[Node, Node]
+) -> Node:
+    """Emit T(`node`) of T of its inputs, `smaller`. `splits`: those of T of their inputs, by the split."""
     inputs = [smaller[i] for i in _inputs(node)]
     first = inputs[0]
     if node.target in VIEWS:
@@ -104,7 +106,9 @@ def emit_smaller(e: Emitter, node: Node, repeat: Repeat, smaller: Mapping[Node, 
     if is_getitem(node):
         split, index = node.args
         assert isinstance(split, Node) and isinstance(index, int)
-        return e.item(_split(e, split, first, repeat), index)
+        if split not in splits:
+            splits[split] = _split(e, split, first, repeat)
+        return e.item(splits[split], index)
     if node.target is aten.slice.Tensor:
         _, dim, start, end = _read_cut(node)
         return e.call(aten.slice.Tensor, first, dim, repeat.scaled(dim, start), repeat.scaled(dim, end))
@@ -115,8 +119,8 @@ def emit_smaller(e: Emitter, node: Node, repeat: Repeat, smaller: Mapping[Node, 
         places = repeat.scaled(dim, start), repeat.scaled(dim, end)
         return e.call(aten.slice_scatter.default, *(smaller[i] for i in node.args[:2]), dim, *places)  # type: ignore[index]
     if node.target is c10d.all_to_all_single.default:
-        splits = [[repeat.scaled(0, n) for n in _splits(node, side)] for side in (1, 2)]
-        return e.call(node.target, _contiguous(e, first), *splits, *node.args[3:], **node.kwargs)
+        rows = [[repeat.scaled(0, n) for n in _splits(node, side)] for side in (1, 2)]
+        return e.call(node.target, _contiguous(e, first), *rows, *node.args[3:], **node.kwargs)
     if node.target in EXCHANGES:
         return e.call(node.target, _contiguous(e, first), *node.args[1:], **node.kwargs)
     args = [smaller[a] if isinstance(a, Node) else a for a in node.args]
@@ -140,6 +144,8 @@ def _inputs(node: Node) -> list[Node]:
     if is_getitem(node) or node.target is aten.slice.Tensor:
         cut = read_cut(node)
         return [] if cut is None else [cut[0]]
+    if node.target in EXCHANGES and node.kwargs:
+        return []
     one_tensor = node.target in VIEWS or node.target in PERMUTES or node.target in CASTS or node.target in EXCHANGES
     if one_tensor or node.target in (aten.cat.default, aten.add.Tensor, aten.slice_scatter.default, c10d.wait_tensor.default):
         return list(dict.fromkeys(i for i in node.all_input_nodes if tensor_of(i) is not None))
@@ -189,11 +195,10 @@ def _read_cut(node: Node) -> tuple[Node, int, Any, Any]:
 def _place(node: Node) -> tuple[Any, Any, Any]:
     """Return (dim, start, end) of a slice_scatter, counted from the front."""
     _, _, dim, start, end = (*node.args, *(0, None, None)[len(node.args) - 2 :])[:5]
-    dim = dim % len(shape_of(node)) if isinstance(dim, int) else dim
-    if not isinstance(dim, int):
+    if not isinstance(dim, int) or not all(n is None or isinstance(n, int) for n in (start, end)):
         return dim, start, end
-    size = shape_of(node)[dim]
-    return dim, *slice(start, end).indices(size)[:2]
+    dim %= len(shape_of(node))
+    return dim, *slice(start, end).indices(shape_of(node)[dim])[:2]
 
 
 def _contiguous(e: Emitter, node: Node) -> Node:

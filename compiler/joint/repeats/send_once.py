@@ -21,16 +21,19 @@ attends on a rank. Sums are found by what reads them: each rank must pass on wha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+
+from ub_overlap import _torch_compat as compat
 
 from ...graph.aten import CUTS, aten, shape_of
 from ...graph.emitter import Emitter
 from ...graph.joint_graph import copy_region
 from ...match.collectives import read_collective
 from ..joint_decision import record_decision
-from .find_repeats import Found, bytes_of, find_repeated, find_summed, nodes_behind, other_users, readers_of
+from .find_repeats import Found, bytes_of, find_repeated, find_summed, nodes_behind, other_users, readers_of, wider_type
 from .passed_on import EXCHANGES, emit_smaller, needed
 from .repeat import Repeat
 
@@ -66,7 +69,7 @@ def _repeat_behind(graph: Graph, found: Found) -> None:
     smaller.emit(behind)
     for node in behind:
         if others := other_users(node, behind):
-            again = smaller.emit_behind(node, _repeat)
+            again = smaller.emit_at(smaller[node], node, _repeat, is_saved=False)
             for user in others:
                 user.replace_input_with(node, again)
     smaller.erase_unread(behind)
@@ -81,21 +84,20 @@ def _sum_in_front(graph: Graph, found: Found) -> None:
     for root in roots:
         source = root.args[0]
         assert isinstance(source, Node)
-        with graph.inserting_before(root):
-            result = Emitter(graph, root, {}, inputs=()).reshape(smaller[source], shape_of(root))
-        if result is not smaller[source]:
-            copy_region(root, [result])
-        root.replace_all_uses_with(result)
+        # A tensor of its own, as a sum is: other gradients lie in the same message.
+        result = smaller.emit_at(root, root, lambda e, n, _s, _r, t=smaller[source]: _copy(e, e.reshape(t, shape_of(n)), n))
+        root.replace_all_uses_with(result, delete_user_cb=lambda user, own=result: user is not own)
     smaller.erase_unread(behind)
 
 
 class _Smaller:
     """T of nodes with a repeat, emitted once for each (passed_on.py)."""
 
-    def __init__(self, graph: Graph, found: Found, first: Callable[[Emitter, Node, Node, Repeat], Node]) -> None:
+    def __init__(self, graph: Graph, found: Found, first: Callable[[Emitter, Node, Node, Any], Node]) -> None:
         """`first`: emits T of a node that passes no repeats on."""
         self._graph, self._found, self._first = graph, found, first
         self._made: dict[Node, Node] = {}
+        self._splits: dict[Node, Node] = {}
 
     def __getitem__(self, node: Node) -> Node:
         return self._made[node]
@@ -110,14 +112,10 @@ class _Smaller:
                 todo += (needed(node, self._found.repeats[node]) or ()) if node in self._found.passing else ()
         for node in sorted(all_needed):
             passes = node in self._found.passing
-            what = (lambda e, n, _, r: emit_smaller(e, n, r, self._made)) if passes else self._first
-            self._made[node] = self._emit(node, node, what)
+            what = (lambda e, n, _, r: emit_smaller(e, n, r, self._made, self._splits)) if passes else self._first
+            self._made[node] = self.emit_at(node, node, what)
             if passes and node.target in EXCHANGES:
                 _record(node, self._made[node])
-
-    def emit_behind(self, node: Node, what: Callable[[Emitter, Node, Node, Repeat], Node]) -> Node:
-        """Emit `what` is made of T of `node`."""
-        return self._emit(self._made[node], node, what)
 
     def erase_unread(self, behind: Iterable[Node]) -> None:
         """Erase `behind`, and what T was emitted of, as far as nothing reads it."""
@@ -127,14 +125,22 @@ class _Smaller:
             if not node.users:
                 self._graph.erase_node(node)
 
-    def _emit(self, place: Node, node: Node, what: Callable[[Emitter, Node, Node, Repeat], Node]) -> Node:
-        """Emit what `what(emitter, node, place, repeat)` makes behind `place`, in the region of `node`."""
+    def emit_at(self, place: Node, node: Node, what: Callable[[Emitter, Node, Node, Any], Node], is_saved: bool = True) -> Node:
+        """Emit what `what(emitter, node, place, repeat)` makes behind `place`, in the region of `node`.
+
+        `is_saved`: a policy that saves `node` for backward is one for that too. Else what it is made of is saved.
+        """
+        region = node
+        if node.op == "placeholder":  # it has no region
+            place, region = self._graph.find_nodes(op="placeholder")[-1], readers_of(node)[0]
         before = place.next
         with self._graph.inserting_before(before):
-            made = what(Emitter(self._graph, node, {}, inputs=()), node, place, self._found.repeats[node])
+            made = what(Emitter(self._graph, region, {}, inputs=()), node, place, self._found.repeats.get(node))
         emitted = before.prev
         while emitted is not place:
-            copy_region(node, [emitted])
+            copy_region(region, [emitted])
+            if not is_saved and not compat.is_computed_again(emitted.meta.get("recompute")):
+                emitted.meta.pop("recompute", None)
             emitted = emitted.prev
         return made
 
@@ -145,10 +151,9 @@ def _not_repeated(e: Emitter, node: Node, _: Node, repeat: Repeat) -> Node:
 
 
 def _sum(e: Emitter, node: Node, _: Node, repeat: Repeat) -> Node:
-    """Emit the sum over repeats of `node`, in fp32 where all that read it are."""
+    """Emit the sum over repeats of `node`, in the type of what reads it where that has more bits."""
     shape, value = tuple(repeat.shape_without(shape_of(node))), node.meta["val"]
-    is_wider = all(u.meta["val"].dtype is torch.float32 for u in readers_of(node))
-    dtype = torch.float32 if is_wider and value.dtype in (torch.bfloat16, torch.float16) else value.dtype
+    dtype = wider_type(node) or value.dtype
     if node.target in _ZEROS:
         return e.call(aten.full.default, list(shape), 0, dtype=dtype, device=value.device)
     apart = e.reshape(node, tuple(repeat.shape_apart(shape_of(node))))
@@ -162,10 +167,16 @@ def _repeat(e: Emitter, node: Node, smaller: Node, repeat: Repeat) -> Node:
     one = [1 if d == repeat.dim + 1 else size for d, size in enumerate(apart)]
     expanded = e.call(aten.expand.default, e.reshape(smaller, tuple(one)), apart)
     whole = e.reshape(e.call(aten.clone.default, expanded, memory_format=torch.contiguous_format), tuple(value.shape))
+    return whole if value.is_contiguous() else _copy(e, whole, node)
+
+
+def _copy(e: Emitter, node: Node, like: Node) -> Node:
+    """Emit a copy of `node`, with the strides of `like` where these are dense."""
+    value = like.meta["val"]
     order = sorted(range(value.dim()), key=lambda d: value.stride(d), reverse=True)
     if value.is_contiguous() or not value.permute(order).is_contiguous():
-        return whole
-    return e.call(aten.permute.default, e.permute(whole, order), [order.index(d) for d in range(value.dim())])
+        return e.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+    return e.call(aten.permute.default, e.permute(node, order), [order.index(d) for d in range(value.dim())])
 
 
 def _record(traced: Node, sent: Node) -> None:
