@@ -24,7 +24,6 @@ from .plot import draw
 __all__ = ["draw", "heading", "markdown", "ops_text"]
 
 TEXTS = {
-    "concurrent_matmul": concurrent_matmul.text,
     "ops": ops.text,
     "blocks": blocks.text,
     "memory": memory.text,
@@ -35,6 +34,7 @@ TEXTS = {
     "grouped_matmul": grouped_matmul.text,
     "pipeline": pipeline.text,
     "decode": decode.text,
+    concurrent_matmul.NAME: concurrent_matmul.text,
 }
 ops_text = ops.text
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.concurrent_matmul.__main__ import COLLECTIVES, ConcurrentCase, Stopwatch
-from benchmarks.concurrent_matmul.table import ratio, text
+from benchmarks.concurrent_matmul.table import NAME, ratio, text
 from benchmarks.report import TEXTS
 from tests.harness.ranks import RankPool
 from ub_overlap.tools.rank_process import World
@@ -44,7 +44,7 @@ def test_table() -> None:
     ms = {"collective": 0.5, "alone": 1.0, "concurrent": 1.02, "collective_g": 0.5, "alone_g": 1.0, "concurrent_g": 1.1}
     row = {"collective": "all_gather", "mib": 32, "ms": ms, "why": {}}
     assert ratio(row, "") == 1.02 and ratio(row, "_g") == 1.1 and ratio(row | {"ms": {"alone": 1.0}}, "") is None
-    shown = TEXTS["concurrent_matmul"]({"device": "cuda", "rows": [row]})
+    shown = TEXTS[NAME]({"device": "cuda", "rows": [row]})
     times = ["500.0", "1000.0", "1020.0", "1.020", "500.0", "1000.0", "1100.0", "1.100"]
     assert shown.splitlines()[2].split() == ["all_gather", "32", *times]
     assert "worst 1.100, all_gather of 32 MiB; the goal of 1.05 is missed" in shown

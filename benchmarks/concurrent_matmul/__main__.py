@@ -27,7 +27,7 @@ from ub_overlap.tools.rank_process import Deadline, World, capture_graph
 from .. import facts
 from ..ranks import end, start
 from ..timing import Call, Clock, settle
-from .table import text
+from .table import NAME, text
 
 OPS = torch.ops.ub_overlap
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
@@ -183,7 +183,7 @@ def main() -> None:
     assert world is not None
     ops.load()
     settings.configure(step_timeout_s=20, init_timeout_s=60)
-    document: dict[str, Any] = {"benchmark": "concurrent", **facts.facts(world, "benchmarks.concurrent_matmul")}
+    document: dict[str, Any] = {"benchmark": NAME, **facts.facts(world, "benchmarks.concurrent_matmul")}
     document |= {"matmul": [m, n, k], "rows": []}
     for collective in args.collectives.split(","):
         for mib in map(int, args.mib.split(",")):

@@ -6,6 +6,8 @@ from typing import Any
 
 from ub_overlap.compiler.text.table import render_table
 
+NAME = "concurrent_matmul"
+"""Of the benchmark, in its files."""
 BOUND = 1.05
 """A matmul next to a collective may take this much of its time alone."""
 KINDS = {"": "", "_g": " (g)"}
