@@ -10,7 +10,6 @@ CUDA graphs too. Results are compared in bits before.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ub_overlap.compiler.text.table import render_table
-from ub_overlap.runtime import ops, settings
 from ub_overlap.tools.rank_process import Deadline, World, capture_graph
 
-from .ranks import end, start
+from .ranks import begin, end
 from .timing import Clock, settle
 
 OPS = torch.ops.ub_overlap
@@ -85,14 +83,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"))
     args = parser.parse_args()
     hidden, ffn = (int(text) for text in args.widths.split(","))
-    try:
-        world = start(None, args.device)
-    except ValueError as error:
-        sys.exit(f"benchmarks.coalesced: {error}")
-    if world is None:
-        return
-    ops.load()
-    settings.configure(step_timeout_s=20, init_timeout_s=60)
+    world = begin("coalesced", args.device, step_timeout_s=20, init_timeout_s=60)
     layers = {"wq wk wv": [(hidden, hidden), (hidden // 4, hidden), (hidden // 4, hidden)], "w1 w3": [(ffn, hidden)] * 2}
     rows = []
     for name, shapes in layers.items():

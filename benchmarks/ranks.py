@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 
 import torch
@@ -31,6 +32,20 @@ def start(tp: int | None = None, device: str | None = None) -> World | None:
             _refuse_multicast(where)
         world = World.join(rank, ranks, where, control_s=300)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # 2.13 renames collectives
+    return world
+
+
+def begin(name: str, device: str | None, step_timeout_s: float, init_timeout_s: float) -> World:
+    """Join all ranks of torchrun and load our ops, with these deadlines. Exit outside torchrun, for the benchmark `name`."""
+    try:
+        world = start(None, device)
+    except ValueError as error:
+        sys.exit(f"benchmarks.{name}: {error}")
+    assert world is not None
+    from ub_overlap.runtime import ops, settings
+
+    ops.load()
+    settings.configure(step_timeout_s=step_timeout_s, init_timeout_s=init_timeout_s)
     return world
 
 

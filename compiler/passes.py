@@ -113,7 +113,7 @@ class JointPass(_Pass):
     """Decompose, merge and reorder collectives, insert and hoist float8 casts, and apply the memory budget."""
 
     def __call__(self, graph: Graph) -> None:
-        reforms = settings.current().merge_collectives and self.options.overlap != "off"
+        reforms = self._may_reform
         merges = reforms and may_merge(graph)
         has_float8 = bool(graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))
         reorders = self.options.scatter_first
@@ -138,6 +138,11 @@ class JointPass(_Pass):
             counts = ", ".join(f"{count} {what}" for what, count in changes.items())
             log.info("joint graph: %s, %d gathers keep the shard", counts, shards)
 
+    @property
+    def _may_reform(self) -> bool:
+        """Whether collectives may be merged, and sums changed with them."""
+        return settings.current().merge_collectives and self.options.overlap != "off"
+
     def partition(self, gm: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Change a joint graph and cut it in two, as AOTAutograd's `partition_fn`."""
         self(gm.graph)
@@ -157,8 +162,7 @@ class JointPass(_Pass):
             may_be_uneven = bool(self.inputs.shards) or not self.inputs.is_known
             hoisted = hoist_casts(graph, HoistConfig(policy, transport.unsupported_reason, may_be_uneven))
             folded = fold_scales(graph, policy)
-        may_merge_scales = settings.current().merge_collectives and self.options.overlap != "off"
-        scales = merge_amax_reductions(graph) if may_merge_scales and (cast or has_float8) else 0
+        scales = merge_amax_reductions(graph) if self._may_reform and (cast or has_float8) else 0
         return {
             "collectives merged": merged,
             "all_reduces behind their reduce_scatter": reordered,

@@ -12,7 +12,6 @@ ranks; all calls of a row alternate. Results, of replays too, are compared with 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ub_overlap.runtime import ops, settings
 from ub_overlap.tools.rank_process import Deadline, World, capture_graph
 
 from .. import facts
-from ..ranks import end, start
+from ..ranks import begin, end
 from ..timing import Call, Clock, settle
 from .table import NAME, text
 
@@ -176,13 +174,7 @@ def main() -> None:
     m, n, k = (int(size) for size in args.matmul.split(","))
     if unknown := {*args.collectives.split(",")} - {*COLLECTIVES}:
         parser.error(f"{', '.join(sorted(unknown))}: expected collectives of {', '.join(COLLECTIVES)}")
-    try:
-        world = start(None, args.device)
-    except ValueError as error:
-        sys.exit(f"benchmarks.concurrent_matmul: {error}")
-    assert world is not None
-    ops.load()
-    settings.configure(step_timeout_s=20, init_timeout_s=60)
+    world = begin(NAME, args.device, step_timeout_s=20, init_timeout_s=60)
     document: dict[str, Any] = {"benchmark": NAME, **facts.facts(world, "benchmarks.concurrent_matmul")}
     document |= {"matmul": [m, n, k], "rows": []}
     for collective in args.collectives.split(","):

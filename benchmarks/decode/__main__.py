@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from typing import Any
 
@@ -26,7 +25,7 @@ from ub_overlap.tools.rank_process import Deadline, World
 
 from .. import facts
 from ..blocks.model import SIZES as MODEL_SIZES
-from ..ranks import end, start
+from ..ranks import begin, end
 from ..timing import Clock
 from .layers import LayersRun
 from .single_op import OpSize, measure
@@ -81,15 +80,7 @@ def parse_flags() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_flags()
-    try:
-        world = start(None, args.device)
-    except ValueError as error:
-        sys.exit(f"benchmarks.decode: {error}")
-    assert world is not None
-    from ub_overlap.runtime import ops, settings
-
-    ops.load()
-    settings.configure(step_timeout_s=30, init_timeout_s=120)
+    world = begin("decode", args.device, step_timeout_s=30, init_timeout_s=120)
     if args.layers:
         end(world, measure_layers(args, world))
     end(world, measure_ops(args, world))

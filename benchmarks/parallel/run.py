@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from ub_overlap.tools.rank_process import Deadline, World
 
 from .. import facts
-from ..ranks import end, start
+from ..ranks import begin, end
 from ..replay_trace import prepare_for_captures
 from ..variant_run import VariantRun
 from .variant import ParallelVariant, differences
@@ -101,15 +100,7 @@ def run_benchmark(
 
     `prepare` runs before the facts are collected. `entries`: further entries of the document.
     """
-    try:
-        world = start(None, args.device)
-    except ValueError as error:
-        sys.exit(f"benchmarks.{name}: {error}")
-    assert world is not None
-    from ub_overlap.runtime import ops, settings
-
-    ops.load()
-    settings.configure(step_timeout_s=60, init_timeout_s=240)  # ranks compile for different times
+    world = begin(name, args.device, step_timeout_s=60, init_timeout_s=240)  # ranks compile for different times
     prepare(world)
     if args.waterfall and world.cuda:
         prepare_for_captures()

@@ -122,6 +122,11 @@ def written_by(node: Node) -> list[Node]:
     return [value for value in compat.tree_leaves(written) if isinstance(value, Node)]
 
 
+def written_memory(graph: Graph) -> set[Node]:
+    """Return the nodes that allocated memory to which the graph writes: what it holds depends on the place where it is read."""
+    return {storage_node(i) for n in graph.nodes if is_mutable(n) for i in n.all_input_nodes}
+
+
 def is_elementwise(node: Node) -> bool:
     """Return whether each element of `node` is computed from single elements of its inputs, or is one of them."""
     if alias_base(node) is not None or node.target in CASTS or node.target in _UNTAGGED_MAPS:

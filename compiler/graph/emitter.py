@@ -133,6 +133,12 @@ class Emitter:
         view = self.call(aten.permute.default, node, list(dims))
         return self.call(aten.clone.default, view, memory_format=torch.contiguous_format)
 
+    def contiguous(self, node: Node) -> Node:
+        """Emit a contiguous copy, unless `node` is contiguous."""
+        if node.meta["val"].is_contiguous():
+            return node
+        return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+
     def transpose(self, node: Node) -> Node:
         """Emit the transpose of a matrix, as a view."""
         return self.call(aten.permute.default, node, [1, 0])

@@ -83,6 +83,15 @@ def copy_region(source: Node, nodes: Iterable[Node]) -> None:
                 node.meta[key] = source.meta[key]
 
 
+def nodes_between(first: Node, last: Node) -> list[Node]:
+    """Return the nodes of a graph behind `first` and in front of `last`, as those that were emitted between them."""
+    found, node = list[Node](), first.next
+    while node is not last:
+        found.append(node)
+        node = node.next
+    return found
+
+
 FIRST_REGION = 0
 """A checkpoint region for values that are cheap to recompute from their neighbors."""
 LAST_REGION = 2**31

@@ -17,14 +17,13 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 
 from ..graph.aten import aten, c10d, shape_of, tensor_of
 from ..graph.emitter import Emitter
-from ..graph.joint_graph import copy_region
+from ..graph.joint_graph import copy_region, nodes_between
 from ..graph.sizes import divide
 
 Group = str
@@ -47,10 +46,7 @@ def decompose_collectives(graph: Graph) -> int:
             results = decompose(_CollectiveEmitter(graph, node), *node.args)
         if results is None:
             continue
-        emitted = before.next
-        while emitted is not node:
-            copy_region(node, [emitted])
-            emitted = emitted.next
+        copy_region(node, nodes_between(before, node))
         _replace(graph, node, results)
         count += 1
     return count
@@ -84,17 +80,17 @@ class _CollectiveEmitter(Emitter):
 
     def gather(self, tensor: Node, dim: int, group: Group) -> Node:
         ranks = compat.group_size(group)
-        gathered = self._wait(c10d.all_gather_into_tensor.default, self._contiguous(tensor), ranks, group)
+        gathered = self._wait(c10d.all_gather_into_tensor.default, self.contiguous(tensor), ranks, group)
         return self.regroup(gathered, ranks, 0, dim)
 
     def scatter_sum(self, tensor: Node, dim: int, group: Group) -> Node:
         ranks = compat.group_size(group)
-        stacked = self._contiguous(self.regroup(tensor, ranks, dim, 0))
+        stacked = self.contiguous(self.regroup(tensor, ranks, dim, 0))
         return self._wait(c10d.reduce_scatter_tensor.default, stacked, "sum", ranks, group)
 
     def exchange(self, tensor: Node, gather_dim: int, shard_dim: int, group: Group) -> Node:
         ranks = compat.group_size(group)
-        stacked = self._contiguous(self.regroup(tensor, ranks, shard_dim, 0))
+        stacked = self.contiguous(self.regroup(tensor, ranks, shard_dim, 0))
         part = divide(shape_of(stacked)[0], ranks)
         splits = [part if isinstance(part, int) else self._part(stacked, 0, ranks)] * ranks
         exchanged = self._wait(c10d.all_to_all_single.default, stacked, splits, splits, group)
@@ -112,11 +108,6 @@ class _CollectiveEmitter(Emitter):
         if isinstance(part, int):
             return part
         return self.call(operator.floordiv, self.call(aten.sym_size.int, tensor, dim), ranks)
-
-    def _contiguous(self, tensor: Node) -> Node:
-        if tensor.meta["val"].is_contiguous():
-            return tensor
-        return self.call(aten.clone.default, tensor, memory_format=torch.contiguous_format)
 
     def _wait(self, target: Any, *args: Any) -> Node:
         return self.call(c10d.wait_tensor.default, self.call(target, *args))

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 
-from ...graph.aten import aten, c10d, dtype_of, is_mutable, is_random, shape_of, storage_node
+from ...graph.aten import aten, c10d, dtype_of, is_random, shape_of, storage_node, written_memory
 from ...graph.emitter import Emitter
 from ...graph.joint_graph import needs_tangents
 from ...graph.matmul import is_matmul
@@ -52,7 +52,7 @@ def _computed_from_inputs(graph: Graph) -> set[Node]:
     """Return the values that the inputs of a joint graph's forward determine, by kernels that wait for no matmul or
     collective."""
     tangents = needs_tangents(graph)
-    written = {storage_node(i) for n in graph.nodes if is_mutable(n) for i in n.all_input_nodes}
+    written = written_memory(graph)
     found: set[Node] = set()
     for n in graph.nodes:
         waits = is_matmul(n) or is_collective(n) or n.target is c10d.wait_tensor.default

@@ -19,7 +19,18 @@ from collections.abc import Sequence
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ...graph.aten import aten, c10d, dtype_of, is_elementwise, is_mutable, is_random, read_cut, shape_of, storage_node
+from ...graph.aten import (
+    aten,
+    c10d,
+    dtype_of,
+    is_elementwise,
+    is_mutable,
+    is_random,
+    read_cut,
+    shape_of,
+    storage_node,
+    written_memory,
+)
 from ...graph.joint_graph import is_in_backward, region_of
 from ...match.all_to_all import is_permute, split_args
 from ...match.collectives import Collective, Op
@@ -110,7 +121,7 @@ class _Values:
 
     def __init__(self, graph: Graph, steps: set[Node]) -> None:
         self._steps = steps
-        self._written = {storage_node(i) for n in graph.nodes if is_mutable(n) for i in n.all_input_nodes}
+        self._written = written_memory(graph)
         self._returned = {storage_node(i) for out in graph.find_nodes(op="output") for i in out.all_input_nodes}
         self._first: dict[Node, Node] = {}
         self._by_key: dict[tuple[object, ...], Node] = {}

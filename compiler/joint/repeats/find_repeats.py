@@ -9,7 +9,19 @@ import torch
 from torch.fx import Graph, Node
 
 from ...cost.traffic import bytes_sent_in
-from ...graph.aten import CUTS, PERMUTES, VIEWS, aten, c10d, dtype_of, is_getitem, is_mutable, shape_of, storage_node, tensor_of
+from ...graph.aten import (
+    CUTS,
+    PERMUTES,
+    VIEWS,
+    aten,
+    c10d,
+    dtype_of,
+    is_getitem,
+    shape_of,
+    storage_node,
+    tensor_of,
+    written_memory,
+)
 from ...graph.joint_graph import is_in_backward, needs_tangents
 from ...match.collectives import read_collective
 from .passed_on import ADDABLE, EXCHANGES, carried, is_static, needed, passes_sums
@@ -34,9 +46,8 @@ class Found:
 
 def find_repeated(graph: Graph, least_bytes: int) -> Found:
     """Find what repeats its elements, from the expand on."""
-    written = _written(graph)
-    left = set[Node]()
-    """Collectives that stay as they are."""
+    written = written_memory(graph)
+    left = set[Node]()  # collectives that stay as they are
     while True:
         repeats, passing = _follow_repeats(graph, written, left)
         exchanges = [n for n in passing if n.target in EXCHANGES]
@@ -62,13 +73,14 @@ def _follow_repeats(graph: Graph, written: Collection[Node], left: Collection[No
             found = carried(node, repeats)
         if found is not None and storage_node(node) not in written:
             repeats[node] = found
-            passing |= {node} if is_passed else set()
+            if is_passed:
+                passing.add(node)
     return repeats, passing
 
 
 def find_summed(graph: Graph, sent: Collection[tuple[str | None, int]], least_bytes: int) -> Found:
     """Find gradients that are read in sums over repeats only. `sent`: groups, and how often what they sent was repeated."""
-    written = _written(graph)
+    written = written_memory(graph)
     asked: dict[Node, dict[Node, Repeat]] = {}
     repeats: dict[Node, Repeat] = {}
     leaves: dict[Node, Repeat] = {}
@@ -191,11 +203,6 @@ def _summed(node: Node) -> Repeat | None:
     dim, dtype = dims[0] % len(shape), dtype_of(node)
     is_plain = dtype in ADDABLE and dtype == dtype_of(node.args[0])
     return Repeat(dim, shape[dim]) if is_plain and shape[dim] > 1 else None
-
-
-def _written(graph: Graph) -> set[Node]:
-    """Return the nodes whose memory the graph writes to: what they hold depends on the place where it is read."""
-    return {storage_node(i) for n in graph.nodes if n.op == "call_function" and is_mutable(n) for i in n.all_input_nodes}
 
 
 def readers_of(node: Node) -> list[Node]:

@@ -100,7 +100,7 @@ def emit_smaller(
     first = inputs[0]
     if node.target in VIEWS:
         shaped = e.reshape(first, tuple(repeat.shape_without(shape_of(node))))
-        return _contiguous(e, shaped) if node.target in _COPIES else shaped
+        return e.contiguous(shaped) if node.target in _COPIES else shaped
     if node.target in PERMUTES:
         return e.call(aten.permute.default, first, permutation(node))
     if is_getitem(node):
@@ -120,9 +120,9 @@ def emit_smaller(
         return e.call(aten.slice_scatter.default, *(smaller[i] for i in node.args[:2]), dim, *places)  # type: ignore[index]
     if node.target is c10d.all_to_all_single.default:
         rows = [[repeat.scaled(0, n) for n in _splits(node, side)] for side in (1, 2)]
-        return e.call(node.target, _contiguous(e, first), *rows, *node.args[3:], **node.kwargs)
+        return e.call(node.target, e.contiguous(first), *rows, *node.args[3:], **node.kwargs)
     if node.target in EXCHANGES:
-        return e.call(node.target, _contiguous(e, first), *node.args[1:], **node.kwargs)
+        return e.call(node.target, e.contiguous(first), *node.args[1:], **node.kwargs)
     args = [smaller[a] if isinstance(a, Node) else a for a in node.args]
     return e.call(node.target, *args, **node.kwargs)  # a cast, an add, a wait
 
@@ -171,11 +171,9 @@ def _keeps_together(node: Node, inputs: list[Node], repeat: Repeat) -> bool:
         return all(map(_is_int, splits)) and repeat.cuts(0, *splits)
     if node.target is c10d.reduce_scatter_tensor.default:
         return node.args[1] in ("sum", "avg")
-    if (
-        node.target is c10d.wait_tensor.default
-    ):  # of a collective that passes no repeats on, nothing reads what is not waited for
-        return needed(inputs[0], repeat) is not None
-    return True  # a cat, a gather, a wait: of inputs that hold whole repeats
+    if node.target is c10d.wait_tensor.default:
+        return needed(inputs[0], repeat) is not None  # else T would read what is still in flight
+    return True  # a cat, a gather: of inputs that hold whole repeats
 
 
 def _is_int(value: object) -> bool:
@@ -199,8 +197,3 @@ def _place(node: Node) -> tuple[Any, Any, Any]:
         return dim, start, end
     dim %= len(shape_of(node))
     return dim, *slice(start, end).indices(shape_of(node)[dim])[:2]
-
-
-def _contiguous(e: Emitter, node: Node) -> Node:
-    value: torch.Tensor = node.meta["val"]
-    return node if value.is_contiguous() else e.call(aten.clone.default, node, memory_format=torch.contiguous_format)

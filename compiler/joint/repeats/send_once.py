@@ -21,7 +21,7 @@ attends on a rank. Sums are found by what reads them: each rank must pass on wha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
 
 import torch
 from torch.fx import Graph, Node
@@ -30,7 +30,7 @@ from ub_overlap import _torch_compat as compat
 
 from ...graph.aten import CUTS, aten, shape_of
 from ...graph.emitter import Emitter
-from ...graph.joint_graph import copy_region
+from ...graph.joint_graph import copy_region, nodes_between
 from ...match.collectives import read_collective
 from ..joint_decision import record_decision
 from .find_repeats import Found, bytes_of, find_repeated, find_summed, nodes_behind, other_users, readers_of, wider_type
@@ -69,7 +69,9 @@ def _repeat_behind(graph: Graph, found: Found) -> None:
     smaller.emit(behind)
     for node in behind:
         if others := other_users(node, behind):
-            again = smaller.emit_at(smaller[node], node, _repeat, is_saved=False)
+            again = smaller.emit_at(
+                smaller[node], node, partial(_repeat, node, smaller[node], found.repeats[node]), is_saved=False
+            )
             for user in others:
                 user.replace_input_with(node, again)
     smaller.erase_unread(behind)
@@ -85,15 +87,14 @@ def _sum_in_front(graph: Graph, found: Found) -> None:
         source = root.args[0]
         assert isinstance(source, Node)
         # A tensor of its own, as a sum is: other gradients lie in the same message.
-        result = smaller.emit_at(root, root, lambda e, n, _s, _r, t=smaller[source]: _copy(e, e.reshape(t, shape_of(n)), n))
-        root.replace_all_uses_with(result, delete_user_cb=lambda user, own=result: user is not own)
+        root.replace_all_uses_with(smaller.emit_at(root, root, partial(_copy_shaped, smaller[source], root)))
     smaller.erase_unread(behind)
 
 
 class _Smaller:
     """T of nodes with a repeat, emitted once for each (passed_on.py)."""
 
-    def __init__(self, graph: Graph, found: Found, first: Callable[[Emitter, Node, Node, Any], Node]) -> None:
+    def __init__(self, graph: Graph, found: Found, first: Callable[[Node, Repeat, Emitter], Node]) -> None:
         """`first`: emits T of a node that passes no repeats on."""
         self._graph, self._found, self._first = graph, found, first
         self._made: dict[Node, Node] = {}
@@ -112,7 +113,7 @@ class _Smaller:
                 todo += (needed(node, self._found.repeats[node]) or ()) if node in self._found.passing else ()
         for node in sorted(all_needed):
             passes = node in self._found.passing
-            what = (lambda e, n, _, r: emit_smaller(e, n, r, self._made, self._splits)) if passes else self._first
+            what = partial(self._emit_passed_on if passes else self._first, node, self._found.repeats[node])
             self._made[node] = self.emit_at(node, node, what)
             if passes and node.target in EXCHANGES:
                 _record(node, self._made[node])
@@ -125,8 +126,11 @@ class _Smaller:
             if not node.users:
                 self._graph.erase_node(node)
 
-    def emit_at(self, place: Node, node: Node, what: Callable[[Emitter, Node, Node, Any], Node], is_saved: bool = True) -> Node:
-        """Emit what `what(emitter, node, place, repeat)` makes behind `place`, in the region of `node`.
+    def _emit_passed_on(self, node: Node, repeat: Repeat, e: Emitter) -> Node:
+        return emit_smaller(e, node, repeat, self._made, self._splits)
+
+    def emit_at(self, place: Node, node: Node, what: Callable[[Emitter], Node], is_saved: bool = True) -> Node:
+        """Emit `what` behind `place`, in the region of `node`.
 
         `is_saved`: a policy that saves `node` for backward is one for that too. Else what it is made of is saved.
         """
@@ -135,22 +139,21 @@ class _Smaller:
             place, region = self._graph.find_nodes(op="placeholder")[-1], readers_of(node)[0]
         before = place.next
         with self._graph.inserting_before(before):
-            made = what(Emitter(self._graph, region, {}, inputs=()), node, place, self._found.repeats.get(node))
-        emitted = before.prev
-        while emitted is not place:
-            copy_region(region, [emitted])
-            if not is_saved and not compat.is_computed_again(emitted.meta.get("recompute")):
-                emitted.meta.pop("recompute", None)
-            emitted = emitted.prev
+            made = what(Emitter(self._graph, region, {}, inputs=()))
+        emitted = nodes_between(place, before)
+        copy_region(region, emitted)
+        if not is_saved and not compat.is_computed_again(region.meta.get("recompute")):
+            for n in emitted:
+                n.meta.pop("recompute", None)
         return made
 
 
-def _not_repeated(e: Emitter, node: Node, _: Node, repeat: Repeat) -> Node:
+def _not_repeated(node: Node, repeat: Repeat, e: Emitter) -> Node:
     """Emit what an expand repeats."""
     return e.call(aten.expand.default, node.args[0], repeat.shape_without(shape_of(node)))
 
 
-def _sum(e: Emitter, node: Node, _: Node, repeat: Repeat) -> Node:
+def _sum(node: Node, repeat: Repeat, e: Emitter) -> Node:
     """Emit the sum over repeats of `node`, in the type of what reads it where that has more bits."""
     shape, value = tuple(repeat.shape_without(shape_of(node))), node.meta["val"]
     dtype = wider_type(node) or value.dtype
@@ -160,19 +163,19 @@ def _sum(e: Emitter, node: Node, _: Node, repeat: Repeat) -> Node:
     return e.reshape(e.call(aten.sum.dim_IntList, apart, [repeat.dim + 1], dtype=dtype), shape)
 
 
-def _repeat(e: Emitter, node: Node, smaller: Node, repeat: Repeat) -> Node:
+def _repeat(node: Node, smaller: Node, repeat: Repeat, e: Emitter) -> Node:
     """Emit `smaller` with each element repeated, with the shape of `node`, and its strides where these are dense."""
     value = node.meta["val"]
     apart = repeat.shape_apart(value.shape)
     one = [1 if d == repeat.dim + 1 else size for d, size in enumerate(apart)]
     expanded = e.call(aten.expand.default, e.reshape(smaller, tuple(one)), apart)
     whole = e.reshape(e.call(aten.clone.default, expanded, memory_format=torch.contiguous_format), tuple(value.shape))
-    return whole if value.is_contiguous() else _copy(e, whole, node)
+    return whole if value.is_contiguous() else _copy_shaped(whole, node, e)
 
 
-def _copy(e: Emitter, node: Node, like: Node) -> Node:
-    """Emit a copy of `node`, with the strides of `like` where these are dense."""
-    value = like.meta["val"]
+def _copy_shaped(node: Node, like: Node, e: Emitter) -> Node:
+    """Emit a copy of `node` with the shape of `like`, and its strides where these are dense."""
+    node, value = e.reshape(node, shape_of(like)), like.meta["val"]
     order = sorted(range(value.dim()), key=lambda d: value.stride(d), reverse=True)
     if value.is_contiguous() or not value.permute(order).is_contiguous():
         return e.call(aten.clone.default, node, memory_format=torch.contiguous_format)
