@@ -88,7 +88,7 @@ def choose_splits(
     splits = find_splits(graph, candidates, found, overrides, costs, parameters)
     if not splits:
         return SplitChoice(*assign(found))
-    planner = _Planner(graph, candidates, costs, splits, may_differ)
+    planner = _Planner(graph, candidates, found, costs, splits, may_differ)
     if not planner.splits:
         return SplitChoice(*assign(found))
     kept = [planner.set_aside(i, alternatives) for i, alternatives in enumerate(found)]
@@ -104,8 +104,10 @@ def choose_splits(
             best = this
         back = [
             i
-            for i in planner.splits
-            if kept[i] is not found[i] and assignments[i].alternative is None and planner.is_better_fused(i, placed, found[i])
+            for s in planner.splits.values()
+            if planner.is_better_fused(s, placed)
+            for i in s.numbers
+            if kept[i] is not found[i] and assignments[i].alternative is None
         ]
         apart = {i: a for i in back if i not in given and (a := _outside(i, found[i], placed, order)).ranked}
         given |= apart.keys()
@@ -117,7 +119,7 @@ def choose_splits(
     assert best is not None
     planner.splits = best.splits
     assignments = [
-        replace(a, result=_TAKEN) if i in best.reduced and a.alternative is None and i not in best.placed else a
+        replace(a, result=_TAKEN) if i in best.reduced & best.splits.keys() - best.placed.keys() and a.alternative is None else a
         for i, a in enumerate(best.assignments)
     ]
     return planner.choice(assignments, best.order, best.placed)
@@ -156,6 +158,7 @@ class _Planner:
 
     graph: Graph
     candidates: Sequence[Candidate]
+    found: Sequence[Alternatives]
     costs: SiteCosts
     splits: dict[int, SplitCandidate]
     may_differ: bool
@@ -164,6 +167,8 @@ class _Planner:
     """Microseconds of the graph's nodes, in the order with nothing fused."""
     _plain_order: FusionOrder = field(init=False)
     """The order with nothing fused."""
+    _firsts: dict[int, int] = field(init=False)
+    """By the number of a candidate in a bucket: that of the bucket."""
     _set_aside_us: dict[int, float] = field(default_factory=dict)
     """What the alternatives of a candidate were reduced by."""
 
@@ -173,6 +178,7 @@ class _Planner:
         self._plain_order = FusionOrder(self.graph)
         self._clock = [times.us(n) for n in self._plain_order.items]
         self.splits = self._in_buckets()
+        self._firsts = {m.number: s.number for s in self.splits.values() for m in s.bucket}
         for i, s in self.splits.items():
             if s.halves is not None and not self._is_faster_in_halves(s):
                 self.splits[i] = replace(s, halves=None)
@@ -218,9 +224,12 @@ class _Planner:
         So the assignment weighs them against the split form, which the candidate has without them. Windows that cannot save
         enough are dropped.
         """
-        if i not in self.splits:
+        first = self._firsts.get(i, i)
+        if first not in self.splits:
             return alternatives
-        s = self.splits[i]
+        s = self.splits[first]
+        if s.bucket:
+            return self._set_aside_for_bucket(i, s, alternatives)
         best = self.best_us(s)
         if not s.is_required and best < self.needed_us(s):
             del self.splits[i]
@@ -231,13 +240,30 @@ class _Planner:
         reduced = [replace(a, benefit=a.benefit.plus_us(-best)) for a in alternatives.ranked]
         return replace(alternatives, ranked=[a for a in reduced if a.benefit > NO_BENEFIT and not s.is_required])
 
+    def _set_aside_for_bucket(self, i: int, s: SplitCandidate, alternatives: Alternatives) -> Alternatives:
+        """Return no alternatives of a collective in a bucket that saves more than those of all its collectives together.
+
+        Another bucket is dropped: at its first collective, before the others are asked for.
+        """
+        if i == s.number and not s.is_required:
+            best = Benefit(0, 0, 0, self.best_us(s) - self.needed_us(s))
+            if best < total_benefit([NO_BENEFIT, *self._benefits(s)]):
+                del self.splits[i]
+                return alternatives
+        return replace(alternatives, ranked=[]) if alternatives.ranked else alternatives
+
+    def _benefits(self, s: SplitCandidate) -> list[Benefit]:
+        """Return the benefits of the best alternatives of the collectives that `s` stands for."""
+        return [self.found[i].ranked[0].benefit for i in s.numbers if self.found[i].ranked]
+
     def place(self, assignments: Sequence[Assignment], order: FusionOrder) -> dict[int, Places]:
         """Return the places of the windows that other sites leave open.
 
         Halves need more slots and memory than one collective. So all are also placed as one, and then those in halves that
         saved more so. What saves most together is kept, from then on.
         """
-        open_splits = {i: s for i, s in self.splits.items() if assignments[i].alternative is None}
+        is_open = [a.alternative is None for a in assignments]
+        open_splits = {i: s for i, s in self.splits.items() if all(is_open[k] for k in s.numbers)}
         if not open_splits:
             return {}
         items = self._items(assignments, order, {m.number for s in open_splits.values() for m in (s, *s.bucket)})
@@ -370,12 +396,10 @@ class _Planner:
                     items[c.node] = Item(us, us, _link(c))
         return [items[n] for n in order.items]
 
-    def is_better_fused(self, i: int, placed: Mapping[int, Places], alternatives: Alternatives) -> bool:
-        """Return whether one of all alternatives of a candidate saves more than splitting it does."""
-        if self.splits[i].is_required:
-            return False
-        saved = saved_us(placed.get(i, ()))
-        return bool(alternatives.ranked) and alternatives.ranked[0].benefit > Benefit(0, 0, 0, saved)
+    def is_better_fused(self, s: SplitCandidate, placed: Mapping[int, Places]) -> bool:
+        """Return whether the best of all alternatives save more than splitting does."""
+        fused, saved = self._benefits(s), saved_us(placed.get(s.number, ()))
+        return bool(fused) and not s.is_required and total_benefit(fused) > Benefit(0, 0, 0, saved)
 
     def choice(self, assignments: Sequence[Assignment], order: FusionOrder, placed: Mapping[int, Places]) -> SplitChoice:
         """Return the assignments with the placed collectives as split."""

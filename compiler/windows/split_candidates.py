@@ -22,13 +22,13 @@ from ..cost.site_sizes import shape_of_site
 from ..cost.split_time import SplitTimes, split_times
 from ..graph.aten import PADS, alias_base, shape_of
 from ..graph.sizes import evaluate_size, numel
-from ..match import Candidate, Miss, Split
+from ..match import Candidate, Fused, Miss, Split
 from ..match.all_to_all import is_permute, split_args, split_sizes, why_not_split
 from ..match.collectives import Collective, Op
 from ..match.window import Window, WindowFinder
 from ..overrides.requested_strategy import Override
 from ..plan.reasons import Reason
-from ..plan.strategy import Mode, Strategy
+from ..plan.strategy import NONE, Mode, Strategy
 from ..select.alternatives import Alternatives
 from ..select.profitability import SiteCosts, too_small
 from .hierarchy import HalfCandidate, find_halves
@@ -69,6 +69,11 @@ class SplitCandidate:
     """Of a bucket: all collectives in it, of which this stands for the first."""
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """The candidates that it stands for."""
+        return tuple(m.number for m in self.bucket or (self,))
+
+    @property
     def may_be_alone(self) -> bool:
         """Whether it may be split without a bucket. Across hosts the latency of a small collective is worth hiding too."""
         return not self.is_small or self.window.collective.hosts > 1
@@ -103,7 +108,7 @@ def find_splits(
         if not requested and not (costs.policy.may_split and costs.policy.is_weighed(device)):
             continue
         small = too_small(Split(c), costs.policy, requested, costs.hints)
-        may_share = not alternatives.ranked and _fits_bucket(c)
+        may_share = _fits_bucket(c) and all(isinstance(a.site, Fused) for a in alternatives.ranked)
         # Across hosts the latency of a small collective is worth hiding too.
         priced = _price(c, costs, requested, small if c.hosts == 1 and not may_share else None)
         if isinstance(priced, Miss):
@@ -119,7 +124,8 @@ def find_splits(
             by_order = is_in_ring(window, parameters)
             split = _split_candidate(i, window, priced, requested, costs, widening, by_order)
             is_small, bucket = bool(small) and may_share and not is_inner, override.bucket if override and may_share else ""
-            splits[i] = replace(split, is_inner=is_inner, is_small=is_small, requested_bucket=bucket)
+            times = _with_measured_plain(split.times, alternatives) if is_small else split.times
+            splits[i] = replace(split, times=times, is_inner=is_inner, is_small=is_small, requested_bucket=bucket)
     return splits
 
 
@@ -128,6 +134,12 @@ def _fits_bucket(c: Collective) -> bool:
     if c.op not in _BUCKETED or c.narrow_dtype.itemsize == 1 or c.reduce_op not in ("", "sum", "avg"):
         return False
     return all(isinstance(size, int) and size > 0 for size in (*shape_of(c.input), *shape_of(c.node)))
+
+
+def _with_measured_plain(times: SplitTimes, alternatives: Alternatives) -> SplitTimes:
+    """Return the times with the plain time of a small collective that its other alternative counts from."""
+    choice = alternatives.ranked[0].choice if alternatives.ranked else None
+    return replace(times, plain_us=choice.predictions[str(NONE)].us) if choice else times
 
 
 def _price(c: Collective, costs: SiteCosts, requested: Strategy | None, small: Miss | None) -> SiteShape | Miss:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.compiler.rank_buckets import buckets, run_blocks
 from tests.compiler.rank_compile import world_name
 from tests.harness.ranks import RankPool
 from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.cost.profile_lookup import FOLDER
 from ub_overlap.compiler.options import Options, parse
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Reason
@@ -76,6 +78,38 @@ def test_gathers_of_norms_are_one_collective() -> None:
     assert all(p["split"] < p["none"] for p in predicted)
     again = Plan.from_json(found.to_json())
     assert again.digest == found.digest and again.decisions == found.decisions
+
+
+def few_tokens(folder: Path, kernel_us: float, plain_us: float = 11.0) -> Options:
+    """Return options with a profile in which a small gather or reduction takes `kernel_us` as one kernel, else `plain_us`."""
+    document = json.loads((FOLDER / "h200.json").read_text())
+    curves = {form: [[4096, us], [1 << 20, us]] for form, us in (("none", plain_us), ("one_shot", kernel_us))}
+    document["fused"] |= {kind: {"2": curves} for kind in ("all_gather", "reduce_scatter")}
+    path = folder / f"few_tokens_{kernel_us}.json"
+    path.write_text(json.dumps(document))
+    return Options(profile=str(path))
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_bucket_and_one_kernel_for_each(phase: str, tmp_path: Path) -> None:
+    """A bucket is taken where it saves more than a kernel for each of its collectives; what is in none has a kernel."""
+    d = norms(9) if phase == "forward" else gradients(9)
+    alone = ["-"] if phase == "forward" else []
+    bucket = f"{phase}.{len(alone)}"
+    found = plan(d, few_tokens(tmp_path, 6.0), phase).decisions
+    assert buckets(found) == [*alone, *[bucket] * (9 - len(alone))]
+    assert [str(one.strategy) for one in found[: len(alone)]] == ["one_shot"] * len(alone)
+    found = plan(d, few_tokens(tmp_path, 0.1), phase).decisions
+    assert buckets(found) == ["-"] * 9
+    assert {str(one.strategy) for one in found} == {"one_shot"}
+    found = plan(d, replace(few_tokens(tmp_path, 6.0), few_tokens="off"), phase).decisions
+    assert buckets(found) == [*alone, *[bucket] * (9 - len(alone))]
+
+
+def test_what_does_not_fit_into_a_bucket_has_a_kernel(tmp_path: Path) -> None:
+    """Look-alike: memory for no bucket. Each collective gets its kernel back."""
+    found = plan(norms(9), replace(few_tokens(tmp_path, 6.0), split_bytes=0)).decisions
+    assert buckets(found) == ["-"] * 9 and {str(one.strategy) for one in found} == {"one_shot"}
 
 
 def test_ranks_compare_buckets() -> None:
@@ -239,8 +273,8 @@ def test_sharded_blocks(pool2: RankPool, options: dict[str, Any]) -> None:
     assert pool2.run(run_blocks, options) == [""] * 2
 
 
-def test_collectives_with_another_form_stay_alone() -> None:
-    """Look-alike: all_reduces that are one kernel of few tokens, which is faster than waiting for all of them."""
+def test_small_all_reduces() -> None:
+    """All_reduces of gradients, each of which could be one kernel of few tokens: a bucket saves more."""
     d = Dag(2)
     x, w = d.input("x", 8192, 4096), d.input("w", 4096, 4096)
     reduced = []
@@ -253,8 +287,7 @@ def test_collectives_with_another_form_stay_alone() -> None:
         patch.setattr(compat, "group_size", lambda name: 2)  # the graph is not run
         found = plan(d, phase="backward").decisions
         alone = plan(d, replace(AUTO, few_tokens="off"), phase="backward").decisions
-    assert buckets(found) == ["-"] * 8 and {str(f.strategy) for f in found} == {"one_shot"}
-    assert buckets(alone) == ["backward.0"] * 8
+    assert buckets(found) == buckets(alone) == ["backward.0"] * 8
 
 
 def test_results_of_the_user_are_not_views(pool2: RankPool) -> None:
