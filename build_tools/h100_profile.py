@@ -51,9 +51,11 @@ def create_profile(calibration: Json, base: Json) -> Json:
     sizes = " and ".join(str(r) for r in sorted({row[1] for row in others}))
     made["name"] = "h100"
     made["source"] = (
-        f"measured on {ranks} x {calibration['key']['gpu']} ({calibration['source']}; {CALIBRATION}), except: plain all_gather, "
-        f"reduce_scatter, all_reduce and direct of {sizes} ranks are those of the profile {base['name']}, measured on H200s with "
-        f"as many multiprocessors and NVLinks; memory_gbs is the rate of the largest measured reduction; left out as noise: "
+        f"measured on {ranks} x {calibration['key']['gpu']} ({calibration['source']}; {CALIBRATION}), except: "
+        f"plain all_gather, reduce_scatter, all_reduce and direct of {sizes} ranks are those of the profile {base['name']}, "
+        f"measured on H200s with as many multiprocessors and NVLinks; compute.tiles, wave_us, gap_us and network, which a "
+        f"calibration does not measure, are those of {base['name']} too; memory_gbs is the rate of the largest measured "
+        f"reduction; left out as noise: "
         f"{_list(OUTLIERS['matmuls'])} of matmuls, {_list(OUTLIERS['direct'])} of direct"
     )
     made["holes"] = [

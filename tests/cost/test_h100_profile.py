@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -92,11 +91,10 @@ def test_whole_calls_are_predicted() -> None:
 
 
 @pytest.fixture
-def other_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def other_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this machine be one whose GPU is an A100."""
     monkeypatch.setattr(machine, "device", lambda: "cuda")
     monkeypatch.setattr(machine, "properties", lambda: {"name": "NVIDIA A100", "units": 108, "capability": (8, 0)})
-    yield
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_sizes_with_a_model_and_layers(capsys: pytest.CaptureFixture[str], profi
     wanted = ["--seq", "1024", "--tp", "4", "--layers", "2", "--memory-budget", "0"]
     assert main(["plan", "--model", "llama-8b", "--profile", profile, "--json", *wanted]) == 0
     step = json.loads(capsys.readouterr().out)
-    assert step["plan"]["profile"]["name"] == profile
+    assert step["profile"]["name"] == profile
     modules = {s["module"].split(".")[1] for s in step["sites"]}
     assert modules == {"0", "1"} and step["block"]["seq"] == 1024
     assert {s["ranks"] for s in step["sites"]} == {4}
