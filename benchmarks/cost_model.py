@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ub_overlap.compiler.cost import Profile, SiteShape, choose, load, predict
+from ub_overlap.compiler.cost.profile_lookup import fallback
 from ub_overlap.compiler.plan.strategy import Strategy
 from ub_overlap.compiler.text.table import render_table
 from ub_overlap.runtime.errors import UbOverlapError
@@ -137,7 +138,7 @@ def summary_text(rows: Sequence[PredictedRow]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="stored tables of benchmarks.ops (default: docs/data/ops_*.json)")
-    parser.add_argument("--profile", help="a shipped profile's name, or a path (default: this machine's)")
+    parser.add_argument("--profile", help="a shipped profile's name, or a path (default: the shipped one of a table's device)")
     parser.add_argument("--json", help="write rows and summary to this file")
     flags = parser.parse_args(argv)
     files = [Path(f) for f in flags.files] or sorted(DATA.glob("ops_*.json"))
@@ -150,8 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             document = json.loads(file.read_text())
             if document.get("benchmark") != "ops":
                 raise ValueError(f"{file}: benchmark is {document.get('benchmark')!r}, expected 'ops'")
-            name = flags.profile or ("cpu" if document["device"] == "cpu" else "h200")
-            profile = load(name, document["ranks"])
+            profile = load(flags.profile) if flags.profile else fallback(document["device"], document["devices"][0])
             rows = rows_of(document, profile)
             every += rows
             print(f"{file.name}: {document['ranks']} x {document['devices'][0]}, {document['date']}; profile {profile}")

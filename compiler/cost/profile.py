@@ -1,7 +1,7 @@
 """The measured properties of a machine: plain numbers, read from JSON, checked field by field.
 
-`python -m ub_overlap calibrate` writes such a file (tools/calibrate); profiles of an H200 and of the CPU executor ship with
-the package (profiles/*.json), so that a laptop can plan for an H200. Times are microseconds, sizes bytes, rates GB/s or
+`python -m ub_overlap calibrate` writes such a file (tools/calibrate); profiles of an H200, an H100 and the CPU executor ship
+with the package (profiles/*.json), so that a laptop can plan for an H200. Times are microseconds, sizes bytes, rates GB/s or
 TFLOP/s.
 """
 

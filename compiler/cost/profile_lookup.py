@@ -17,8 +17,8 @@ from .profile import ComputeModel, Profile
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "profiles"
-_BY_GPU = (("H200", "h200"), ("H100", "h200"), ("H800", "h200"))
-"""Part of a GPU's name -> the shipped profile that is nearest to it."""
+_BY_GPU = (("H200", "h200"), ("H100", "h100"), ("H800", "h100"))
+"""Part of a GPU's name -> the shipped profile that is nearest to it. An H800 has less NVLink bandwidth than an H100."""
 _GENERATIONS = {(8, 0): (2.2, 230.0, 1500.0), (9, 0): (5.45, 385.0, 3800.0), (10, 0): (11.0, 750.0, 6500.0)}
 """Compute capability -> TFLOP/s of bf16 a multiprocessor, GB/s to a peer, GB/s of memory; as these GPUs come, not measured."""
 

@@ -49,7 +49,7 @@ def run_unmerged(rank: int, world: int, options: dict[str, Any]) -> dict[str, An
 
 
 def run_auto(rank: int, world: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The same with predictions by the profile of an H200."""
+    """The same with predictions by a profile, by default that of an H200."""
     options = {"profile": "h200", "inner": "aot_eager", **options}
     return compare(FORMS[name].form, inputs(rank, world, torch.bfloat16), options)
 
@@ -86,7 +86,7 @@ def compare(function: Form, args: tuple[Tensor, ...], options: dict[str, Any]) -
         "strategies": [str(d.strategy) for d in decisions],
         "details": [d.detail for d in decisions],
         "reasons": [d.reason.value if d.reason else "" for d in decisions],
-        "outlooks": [outlook(Decision.from_dict(d.to_dict()), load("h200")) for d in decisions],
+        "outlooks": [outlook(Decision.from_dict(d.to_dict()), load(options.get("profile", "h200"))) for d in decisions],
         "far": far,
         "plain": plain,
         "same": [a.dtype == b.dtype and a.shape == b.shape for a, b in zip(got, expected, strict=True)],

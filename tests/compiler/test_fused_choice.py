@@ -114,11 +114,12 @@ ONE, TWO = ["one_shot"], ["two_shot"]
         (8192, 8, 4 * ONE + 4 * TWO + ["none"]),
     ],
 )
-def test_batches_of_a_decode_step(hidden: int, ranks: int, expected: list[str]) -> None:
+@pytest.mark.parametrize("profile", ["h200", "h100"])
+def test_batches_of_a_decode_step(hidden: int, ranks: int, expected: list[str], profile: str) -> None:
     """A larger batch takes the next form, and no batch goes back to one that a smaller batch has left."""
     found = []
     for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-        choice = choose_fused(SiteShape("fused_all_reduce", ranks, "bfloat16", (), batch, hidden, has_norm=True), load("h200"))
+        choice = choose_fused(SiteShape("fused_all_reduce", ranks, "bfloat16", (), batch, hidden, has_norm=True), load(profile))
         found.append(str(choice.strategy) if choice else "not measured")
     assert found == expected
 
@@ -163,12 +164,21 @@ def test_auto_fuses_sites_below_the_threshold(pool2: RankPool, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["gathered", "scattered", "concurrent"])
 def test_auto_leaves_others_plain(pool2: RankPool, name: str) -> None:
-    """Of gathers and reduce_scatters nothing is measured. A plain collective that runs concurrently costs nothing."""
+    """Of gathers and reduce_scatters an H200 has no times. A plain collective that runs concurrently costs nothing."""
     for found in pool2.run(rank_fused.run_auto, name, {}):
         check(found)
         assert found["strategies"] == ["none"], found
         assert ("runs concurrently with" in found["details"][0]) == (name == "concurrent"), found
         assert [outlook.gain_us for outlook in found["outlooks"]] == [0.0]
+
+
+@pytest.mark.parametrize("name", ["gathered", "scattered"])
+def test_auto_fuses_others_where_they_are_measured(pool2: RankPool, name: str) -> None:
+    """The profile of an H100 has times of gathers and reduce_scatters."""
+    for found in pool2.run(rank_fused.run_auto, name, {"profile": "h100"}):
+        check(found)
+        assert found["strategies"] == ["one_shot"], found
+        assert "one_shot saves" in found["details"][0] and found["outlooks"][0].gain_us > 1
 
 
 def test_the_option_turns_it_off(pool2: RankPool) -> None:

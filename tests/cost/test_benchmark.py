@@ -64,6 +64,14 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["rows"][0]["chosen"] == "pipelined" and found["rows"][0]["gain"] == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize(("gpu", "profile"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")])
+def test_the_profile_of_the_tables_device(tmp_path: Path, capsys: pytest.CaptureFixture[str], gpu: str, profile: str) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(stored({"seq_g": 600.0, "ours_g pipelined": 400.0}, devices=[gpu] * 8)))
+    assert cost_model.main([str(path)]) == 0
+    assert f"profile {load(profile)}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("text", "told"), [("{}", "expected 'ops'"), ("{", "cost_model"), (None, "no-such")])
 def test_what_is_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, told: str) -> None:
     path = tmp_path / "no-such.json"

@@ -68,7 +68,11 @@ def test_two_ranks(tmp_path: Path) -> None:
 def test_out_file_and_no_cache(tmp_path: Path) -> None:
     done = calibrate(3, tmp_path, "--quick", "--out", str(tmp_path / "mine.json"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert load(tmp_path / "mine.json").key["ranks"] == 3
+    profile, base = load(tmp_path / "mine.json"), load("cpu")
+    assert profile.key["ranks"] == 3
+    kept = base.key["gpu"] == profile.key["gpu"]
+    assert set(profile.collectives["all_gather"]) == ({2, 3} if kept else {3})
+    assert profile.source.endswith("; collectives of 2 ranks from profile cpu") == kept
     assert not (tmp_path / "profiles").exists()
 
 

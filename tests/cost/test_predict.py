@@ -20,7 +20,7 @@ from ub_overlap.compiler.cost.profile_lookup import analytic
 from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
 
 H200 = load("h200")
-PROFILES = [H200, load("cpu"), PLAIN, analytic("NVIDIA A100", 108, (8, 0))]
+PROFILES = [H200, load("h100"), load("cpu"), PLAIN, analytic("NVIDIA A100", 108, (8, 0))]
 
 
 def sites(ranks: int) -> list[SiteShape]:

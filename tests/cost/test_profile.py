@@ -41,14 +41,21 @@ NETWORK = {"source": "made up", "gbs": 1.0, "base_us": 1.0, "step_us": 1.0, "hop
 
 def test_round_trip() -> None:
     measured = Network("made up", 1.0, 1.0, 1.0, 1.0, 0.0, {"all_gather": {(4, 2): ((1.0, 1.0),)}})
-    for profile in (PLAIN, replace(PLAIN, network=measured), load("h200"), load("cpu"), analytic("a GPU", 100, (8, 0))):
+    for profile in (
+        PLAIN,
+        replace(PLAIN, network=measured),
+        load("h200"),
+        load("h100"),
+        load("cpu"),
+        analytic("a GPU", 100, (8, 0)),
+    ):
         again = Profile.from_json(profile.to_json(), "here")
         assert again == profile and hash(again) == hash(profile)
         assert again.digest == profile.digest and again.to_json() == profile.to_json()
 
 
 def test_shipped_profiles_say_where_they_come_from() -> None:
-    assert shipped() == ["cpu", "h200"]
+    assert shipped() == ["cpu", "h100", "h200"]
     for name in shipped():
         profile = load(name)
         assert profile.name == name and "measured" in profile.source and profile.matmuls

@@ -103,10 +103,12 @@ def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
     assert step["step"]["none_us"] == pytest.approx(13060, rel=0.15), "compiled without overlap, measured"
 
 
-def test_sizes_with_a_model_and_layers(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("profile", ["h200", "h100"])
+def test_sizes_with_a_model_and_layers(capsys: pytest.CaptureFixture[str], profile: str) -> None:
     wanted = ["--seq", "1024", "--tp", "4", "--layers", "2", "--memory-budget", "0"]
-    assert main(["plan", "--model", "llama-8b", "--profile", "h200", "--json", *wanted]) == 0
+    assert main(["plan", "--model", "llama-8b", "--profile", profile, "--json", *wanted]) == 0
     step = json.loads(capsys.readouterr().out)
+    assert step["profile"]["name"] == profile
     modules = {s["module"].split(".")[1] for s in step["sites"]}
     assert modules == {"0", "1"} and step["block"]["seq"] == 1024
     assert {s["ranks"] for s in step["sites"]} == {4}

@@ -70,6 +70,7 @@ def run(world: CalibrationWorld, base: dict[str, Any], quick: bool = False, sour
     progress.step("done", total)
     progress.close()
     made["holes"] = list(world.holes)
+    made["source"] += _source_of_other_sizes(made, base, world.ranks)
     return _rounded(made)
 
 
@@ -97,7 +98,7 @@ def _measure_traffic(
             made["slowdown"] = {"matmul": slowdown[0], "push": slowdown[1]}
     curves = world.probe("collectives", lambda: traffic.collectives(world, burst, progress, quick))
     if curves:
-        # Keep curves of other group sizes only if they are of the same GPU.
+        # Keep curves of other group sizes only if the base profile is of the same GPU.
         for kind, curve in curves.items():
             others = made["collectives"].get(kind, {}) if is_same_gpu else {}
             made["collectives"][kind] = {**others, str(world.ranks): curve}
@@ -132,6 +133,12 @@ def _measure_kernels(
     if not world.cuda:
         steps.update(world.probe("small steps", lambda: kernels.cpu_steps(world, calls)) or {})
     return world.probe("whole calls", lambda: kernels.checks(world, burst, calls, progress, quick)) or []
+
+
+def _source_of_other_sizes(made: dict[str, Any], base: dict[str, Any], ranks: int) -> str:
+    """Return where the collectives of other group sizes come from, as an addition to the source; "" without any."""
+    others = sorted({int(size) for curves in made["collectives"].values() for size in curves} - {ranks})
+    return f"; collectives of {', '.join(map(str, others))} ranks from profile {base['name']}" if others else ""
 
 
 def _set_layout_factors(made: dict[str, Any]) -> None:

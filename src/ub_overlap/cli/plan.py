@@ -61,7 +61,7 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", help="bf16 (default), fp16 or fp32")
     parser.add_argument("--ungated", action="store_true", help="GELU, LayerNorm and biases (GPT) instead of SwiGLU and RMSNorm")
-    parser.add_argument("--profile", default="h200", help="a shipped profile (h200, cpu) or a file (default: h200)")
+    parser.add_argument("--profile", default="h200", help="a shipped profile (h200, h100, cpu) or a file (default: h200)")
     parser.add_argument("--min-bytes", type=non_negative_int, metavar="N", help="the option min_bytes=")
     parser.add_argument(
         "--split-tokens",
