@@ -215,6 +215,32 @@ void check_peers(ShmArena& arena, const std::string& op, const std::string& site
     }
 }
 
+// Throws where a peer has published another site for the call that this rank has published in `slot`. Such a peer does not come
+// to what the ranks exchange before this call. On CUDA it waits on its device, which does not read what hosts publish.
+void check_site(Arena& arena, int slot) {
+    const CallDescriptor& own = arena.control(arena.rank())->calls[slot];
+    const uint64_t stamp = own.stamp.load(std::memory_order_acquire);
+    for (int rank = 0; stamp != 0 && rank < arena.ranks(); ++rank) {
+        if (rank == arena.rank() || !arena.control(rank)) continue;  // null: not attached yet
+        const CallDescriptor& theirs = arena.control(rank)->calls[slot];
+        const uint64_t seen = theirs.stamp.load(std::memory_order_acquire);
+        if (epoch_of(seen) != epoch_of(stamp) || tag_of(seen) == tag_of(stamp)) continue;
+        const std::string op = theirs.op, site = theirs.site;
+        if (theirs.stamp.load(std::memory_order_acquire) != seen) continue;  // it is in a later call by now
+        if (op == own.op && site == own.site) continue;                      // other sizes: the exchange says which
+        Failure failure;
+        failure.code = FailureCode::site_mismatch;
+        failure.reporter = arena.rank();
+        failure.culprit = rank;
+        set_text(failure.op, own.op);
+        set_text(failure.site, own.site);
+        set_text(failure.got, op + " at site '" + site + "'");
+        set_text(failure.wanted, std::string(own.op) + " at site '" + own.site + "'");
+        arena.abort(failure);
+        throw CallFailed(failure);
+    }
+}
+
 // Raises the group's failure; returns None while there is none.
 py::object abort_text(Arena& arena) {
     arena.poll();
@@ -312,6 +338,7 @@ PYBIND11_MODULE(_C, m) {
         .def_property_readonly("slot_bytes", [](const Arena& arena) { return arena.slot_bytes(0); })
         .def("bytes_of_slot", &Arena::slot_bytes, py::arg("slot"), "0 for a split slot that no call has used.")
         .def("check", &abort_text, "Raises the failure that a peer reported.")
+        .def("check_site", &check_site, py::arg("slot"), "Raises where a peer's call in this slot is at another site.")
         .def("watch", &Arena::watch, py::call_guard<py::gil_scoped_release>(),
              "Ends waits of a device for a rank that is gone or has failed. For a watchdog.")
         .def("fail", &fail_group, py::arg("text"), py::arg("op"), py::arg("site"), py::call_guard<py::gil_scoped_release>(),

@@ -70,7 +70,7 @@ constexpr int fused_threads = 512, fused_vectors = 8;                           
 constexpr int64_t fused_row_limit = fused_vectors * fused_threads * vector_size;  // bytes of a row that a norm can read
 // Packets of a block's slice, and vectors that a rank sends to all peers, at most: beyond, twice the bytes take as long as a
 // fence.
-constexpr int64_t packet_size = 2 * vector_size, packet_vectors = 512, packet_sent_vectors = 32768;
+constexpr int64_t packet_size = 2 * vector_size, packet_vectors = 256, packet_sent_vectors = 16384;
 
 // Chooses the threads of a block, and the vectors of each, for `row_vectors`.
 void spread_rows(FusedGrid& grid);

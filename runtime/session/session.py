@@ -127,7 +127,7 @@ class Session:
         try:
             arena.grow_begin(size, slot)
             own = {"address": arena.data_address, "size": size, "needed": needed}
-            segments = exchange.gather(f"grow/{self._growths}", own, "step", doing, self._check_peers)
+            segments = exchange.gather(f"grow/{self._growths}", own, "step", doing, lambda: self._check_call(slot))
             for rank, segment in enumerate(segments):
                 if segment["needed"] != needed:
                     raise _size_mismatch(exchange, rank, segment["needed"], needed)
@@ -159,7 +159,8 @@ class Session:
             return
         self._area_exchanges += 1
         doing = f"a site's first all_to_all, whose areas need {needed} bytes here"
-        needs = exchange.gather(f"areas/{self._area_exchanges}", {"needed": needed}, "step", doing, self._check_peers)
+        own = {"needed": needed}
+        needs = exchange.gather(f"areas/{self._area_exchanges}", own, "step", doing, lambda: self._check_call(slot))
         largest = max(int(need["needed"]) for need in needs)
         if largest > arena.bytes_of_slot(slot):
             self.grow(largest, op, site, slot)
@@ -244,6 +245,12 @@ class Session:
     def tune(self, op: str, site: str, bucket: int, work: str, strategies: Sequence[str], run: Callable[[int], bool]) -> int:
         """Return the index of the strategy that all ranks use at a site, -1 where none can be timed now."""
         return self._tuner.tune(op, site, bucket, work, strategies, run, self._check_peers)
+
+    def _check_call(self, slot: int) -> None:
+        """Raise when a peer has failed, its process is gone, or its call in this slot is at another site than this rank's."""
+        self._check_peers()
+        if self._arena is not None:
+            self._arena.check_site(slot)
 
     def _check_peers(self) -> None:
         """Raise when a peer of this group has failed, or its process is gone."""

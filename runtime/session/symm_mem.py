@@ -173,6 +173,10 @@ class SymmetricArena:
         self._host.check(op, site)
         self.core.check()
 
+    def check_site(self, slot: int) -> None:
+        """Raise when a rank's call in this slot is at another site than this rank's."""
+        self.core.check_site(slot)
+
     def is_capturing(self) -> bool:
         """The current stream is being captured, so that the arena cannot grow."""
         return torch.cuda.is_current_stream_capturing()

@@ -343,6 +343,23 @@ def stays_away(rank: int, world: int, step_s: float, how: str) -> dict[str, Any]
         return found
 
 
+def is_at_a_new_site(rank: int, world: int, step_s: float) -> dict[str, Any]:
+    """The last rank starts at a site that is new, and asks for sizes. The others have started, and wait for nothing yet."""
+    name = fresh(world)
+    with reset():
+        settings.configure(step_timeout_s=step_s)
+        sent, out, of, _ = sides(rank, [[1] * world] * world)
+        exchange(name, sent, out, of)
+        token = None if rank == world - 1 else start(name, sent, out, of)
+        dist.barrier()
+        if token is None:
+            found = attempt(lambda: start(name, sent, out, of, site="/new"))
+        dist.barrier()
+        if token is not None:
+            found = attempt(lambda: finish(name, token, sent, out, of))
+        return found
+
+
 def traced_rounds(rank: int, world: int, rows: int) -> list[tuple[str, str, bool]]:
     """Return queue, kind and whether times are sound of the steps of a traced exchange, of `rows` in each piece."""
     name = fresh(world)

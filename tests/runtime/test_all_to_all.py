@@ -108,6 +108,14 @@ def test_a_rank_that_stays_away(pools: dict[int, RankPool], how: str) -> None:
         assert STEP * 0.9 < found["seconds"] < 2 * STEP + SLACK
 
 
+def test_a_rank_at_a_new_site(pools: dict[int, RankPool]) -> None:
+    """It learns at once that the others do not come, and they learn of it: no rank waits for its deadline."""
+    found = pools[3].run(work.is_at_a_new_site, 60.0)
+    assert {one["error"] for one in found} == {"SiteMismatchError"}, found
+    assert "site '/new'" in found[2]["text"] and "site '/exchange.0'" in found[2]["text"], found[2]
+    assert max(one["seconds"] for one in found) < 30
+
+
 def test_a_rank_that_dies_between() -> None:
     found = observe_ranks("tests.runtime.rank_all_to_all:stays_away", 2, args=(60.0, "dies"))[0].value
     assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (1,)), found
