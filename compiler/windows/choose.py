@@ -118,9 +118,9 @@ def choose_splits(
             break
     assert best is not None
     planner.splits = best.splits
+    lost = best.reduced & best.splits.keys() - best.placed.keys()
     assignments = [
-        replace(a, result=_TAKEN) if i in best.reduced & best.splits.keys() - best.placed.keys() and a.alternative is None else a
-        for i, a in enumerate(best.assignments)
+        replace(a, result=_TAKEN) if i in lost and a.alternative is None else a for i, a in enumerate(best.assignments)
     ]
     return planner.choice(assignments, best.order, best.placed)
 
