@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.cost.matmul_time import analytic_us
+from ub_overlap.compiler.cost.profile import Profile
 
 from .world import Burst, CalibrationWorld, ProgressLine
 
@@ -31,6 +34,8 @@ _CPU_ROWS, _CPU_PLANES = (16, 64, 256, 1024), ((32, 64), (64, 256), (256, 64), (
 MAX_FLOPS = 4.2e12
 POOL = 1 << 28
 """Elements of each operand's memory."""
+OUTLIER, MOST_AGAIN = 1.5, 24
+"""Times that are this much longer than computed are measured again, at most so many."""
 
 
 def points(cuda: bool, quick: bool) -> list[Point]:
@@ -116,6 +121,28 @@ def measure(
             torch.cuda.empty_cache()
     slowest = world.worst([us for _, us in timed])
     return [(*point, round(us, 3)) for (point, _), us in zip(timed, slowest, strict=True)]
+
+
+def measure_again(
+    world: CalibrationWorld, burst: Burst, progress: ProgressLine, rows: list[tuple[Any, ...]], profile: Profile
+) -> list[tuple[Any, ...]]:
+    """Return `rows` with shorter times of outliers, which are measured once more. Collective.
+
+    An outlier takes much longer than `profile` computes from the rates of all rows: something has disturbed a rank.
+    """
+    late = {row[:5]: row[5] / analytic_us(profile, row[1], row[0], *row[2:5]) for row in rows}
+    outliers = sorted((point for point in late if late[point] > OUTLIER), key=lambda point: (-late[point], point))[:MOST_AGAIN]
+    again: dict[Point, float] = {}
+    for dtype in dict.fromkeys(point[1] for point in outliers):
+        selected = [point for point in outliers if point[1] == dtype]
+        timed = world.probe(
+            f"outliers of {dtype}", lambda d=dtype, s=selected: _measure_dtype(world, burst, progress, d, s, math.inf)
+        )
+        points, times = zip(*timed, strict=True) if timed else ((), ())
+        again |= zip(points, world.worst([*times]), strict=True)
+        if world.cuda:
+            torch.cuda.empty_cache()
+    return [(*row[:5], round(min(row[5], again.get(row[:5], row[5])), 3)) for row in rows]
 
 
 def _measure_dtype(

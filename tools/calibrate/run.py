@@ -6,6 +6,7 @@ A measurement that failed is a named hole, filled from `base`, the shipped profi
 from __future__ import annotations
 
 import copy
+import json
 import statistics
 import warnings
 from datetime import UTC, datetime
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 
+from ub_overlap.compiler.cost.profile import Profile
 from ub_overlap.runtime import machine
 
 from . import attention, direct_stores, few_tokens, kernels, matmuls, traffic
+from .fit import fit_rates
 from .world import Burst, CalibrationWorld, ProgressLine
 
 BUDGET_S = 90.0
@@ -64,9 +67,12 @@ def run(world: CalibrationWorld, base: dict[str, Any], quick: bool = False, sour
         if rates:
             made["attention"] = rates
         rows = matmuls.measure(world, burst, progress, quick, MATMULS_UNTIL_S)
-    if rows:
-        made["matmuls"] = [list(row) for row in rows]
-        _set_layout_factors(made)
+        if rows:
+            made["matmuls"] = [list(row) for row in rows]
+            _set_layout_factors(made)
+            fitted = fit_rates(Profile.from_json(json.dumps(_rounded(made)), "this calibration"))
+            made["matmuls"] = [list(row) for row in matmuls.measure_again(world, burst, progress, rows, fitted)]
+            _set_layout_factors(made)
     progress.step("done", total)
     progress.close()
     made["holes"] = list(world.holes)
@@ -126,6 +132,8 @@ def _measure_kernels(
         made["fused"]["source"] = made["source"]
     curves = world.probe("copies and reductions", lambda: kernels.memory(world, calls, kernel_us, progress, quick))
     made.update(curves or {})
+    if curves and world.cuda:
+        _set_memory_rate(made)
     made.pop("direct", None)  # of the base profile: what was not measured here is not used
     direct = world.probe("stores at peers", lambda: direct_stores.measure(world, burst, calls, kernel_us, progress.step, quick))
     if direct:
@@ -133,6 +141,13 @@ def _measure_kernels(
     if not world.cuda:
         steps.update(world.probe("small steps", lambda: kernels.cpu_steps(world, calls)) or {})
     return world.probe("whole calls", lambda: kernels.checks(world, burst, calls, progress, quick)) or []
+
+
+def _set_memory_rate(made: dict[str, Any]) -> None:
+    """Set the rate of device memory to that of the largest reduction, where no cache holds it."""
+    size, us = made["reduce"][-1]
+    if size > 2 * made["compute"]["cache_mib"] * traffic.MIB:
+        made["compute"]["memory_gbs"] = size / us / 1e3
 
 
 def _source_of_other_sizes(made: dict[str, Any], base: dict[str, Any], ranks: int) -> str:
