@@ -47,6 +47,10 @@ class MirrorShmArena:
         for peer in self.peers:
             self.core.grow_attach(peer, address)
 
+    def check_site(self, slot: int) -> None:
+        """Raise when the other process's call in this slot is at another site."""
+        self.core.check_site(slot)
+
 
 class MirrorSymmetricArena(SymmetricArena):
     """Symmetric memory of two processes, whose flag words are those of R ranks."""

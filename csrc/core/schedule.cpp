@@ -89,7 +89,7 @@ struct Cache {
     std::map<std::pair<Key, int>, std::shared_ptr<const Program>> programs;
     ProgramCache::Provider provider;
     int64_t calls = 0;
-    bool mirrored = false;
+    std::atomic<bool> mirrored = false;
 };
 
 Cache& cache() {
@@ -207,6 +207,10 @@ void ProgramCache::set_mirrored(bool on) {
     std::lock_guard<std::mutex> lock(cache().mutex);
     cache().mirrored = on;
     cache().programs.clear();
+}
+
+bool ProgramCache::is_mirrored() {
+    return cache().mirrored.load(std::memory_order_relaxed);
 }
 
 void ProgramCache::clear() {

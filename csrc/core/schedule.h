@@ -115,6 +115,7 @@ class ProgramCache {
     static void clear();
     // Whether schedules are `mirrored`. Forgets all schedules.
     static void set_mirrored(bool on);
+    static bool is_mirrored();
 };
 
 }  // namespace ub_overlap

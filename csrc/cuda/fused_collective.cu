@@ -107,7 +107,9 @@ FusedForm form_of(const Call& call) {
 
 int64_t bytes_of_source(const Call& call) {
     const FusedLaunch launch(call);
-    return launch.in_packets ? packet_vectors * packet_size : launch.grid.block_vectors * vector_size;
+    if (launch.in_packets) return packet_vectors * packet_size;
+    const int64_t parts = exchange_of(call) == Exchange::two_shot ? call.ranks : 1;
+    return (launch.grid.block_vectors + parts - 1) / parts * vector_size;
 }
 
 void launch_fused_collective(const Group& group, const Call& call, const std::vector<char*>& memory, int64_t region,

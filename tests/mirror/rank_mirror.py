@@ -17,6 +17,7 @@ from benchmarks.mirror.group import MirrorGroups
 from tests.runtime import oracle
 from tests.runtime.oracle import far
 from ub_overlap.runtime.extension import extension
+from ub_overlap.runtime.ops.fused_collective import NO_BRANCH
 from ub_overlap.tools.rank_process import World
 
 OPS = torch.ops.ub_overlap
@@ -124,7 +125,37 @@ def bulks(process: int, ranks: int, group: str, data: Data) -> list[str]:
     return bad
 
 
-KINDS: list[Callable[[int, int, str, Data], list[str]]] = [gathers, reductions, bulks]
+def few_tokens(process: int, ranks: int, group: str, data: Data) -> list[str]:
+    """Run fused collectives. The parts of a two-shot all_reduce have one of two values each: its blocks are cut, not rows."""
+    bad = []
+    no_norm = (None, "none", None, None, 1e-5, True, False, 0.0, None, 0.0, 0.0, False, data.dtype)
+    rows, cols = 2 * ranks, 512
+    inputs = {p: data(rows, cols, seed=40 + p) for p in (0, 1)}
+    mine, theirs = (inputs[p].double() for p in (process, 1 - process))
+    first = shard_of(mine, ranks, 1, False, 0) + sum(shard_of(theirs, ranks, 1, False, p) for p in range(1, ranks))
+    wanted = {
+        "all_gather": torch.cat([mine, *[theirs] * (ranks - 1)]),
+        "reduce_scatter": first,
+        "all_reduce": mine + (ranks - 1) * theirs,
+    }
+    for collective, want in wanted.items():
+        args = (*NO_BRANCH, *no_norm, "one_shot", group, f"few {collective}")
+        out = OPS.fused_collective(inputs[process], collective, "sum", *args)[0]
+        bad += far(f"one_shot {collective}", out, want, ranks)
+    if ranks & (ranks - 1):
+        return bad  # blocks of other numbers of ranks have parts of unlike sizes
+    values = [1.0 + process, 2.0 - process]
+    own = torch.full((rows, cols), values[0], dtype=data.dtype, device=data.device)
+    args = (*NO_BRANCH, *no_norm, "two_shot", group, "few two_shot")
+    out = OPS.fused_collective(own, "all_reduce", "sum", *args)[0].float()
+    sums = [values[p] + (ranks - 1) * values[1 - p] for p in (0, 1)]
+    counts = [int((out == value).sum()) for value in sums]
+    if counts != [own.numel() // ranks, own.numel() - own.numel() // ranks]:
+        bad.append(f"two_shot: {counts} of {own.numel()} numbers are {sums}")
+    return bad
+
+
+KINDS: list[Callable[[int, int, str, Data], list[str]]] = [gathers, reductions, bulks, few_tokens]
 
 
 def every_op(rank: int, processes: int, ranks: int) -> list[str]:
