@@ -4,11 +4,11 @@
 #
 #     benchmarks/measure.sh OUT [PART...]     parts: memory ops blocks mlp dp dp_hosts dp_rivals dp_tp concurrent pp cp
 #                                             cp_causal ep decode decode_layers
-#                                             and with two GPUs ops4 ops8 blocks4 blocks8
+#                                             and with two GPUs ops4 ops8 blocks4 blocks8 decode4 decode8
 #
 # Default: all but dp_hosts (data parallelism over NCCL, as across hosts), dp_rivals (against other systems), dp_tp (with
 # tensor parallelism, on 4 GPUs or more), concurrent (a matmul next to a split collective), cp, cp_causal and ep (context and
-# expert parallelism) and decode_layers. Every part has a time limit; those of the default parts add up to 24 minutes with two
+# expert parallelism), decode4, decode8 and decode_layers. Every part has a time limit; those of the default parts add up to 24 minutes with two
 # GPUs, else to 16.
 # JSON files, and the output of all parts in log.txt, are in OUT. Tables are printed last.
 set -u
@@ -57,6 +57,7 @@ for name in ${*:-memory $mirrored ops blocks mlp dp pp decode}; do
         --ours 'auto={}' --ours 'split={"overrides":[{"strategy":"split"}]}' \
         --ours 'zero3={"memory_budget":0,"overrides":[{"strategy":"split"}]}' ;;
     decode) ranks decode 100 benchmarks.decode --budget-s 70 ;;
+    decode4 | decode8) ranks "$name" 60 benchmarks.decode --mirror "${name#decode}" --budget-s 40 ;;
     decode_layers) ranks decode_layers 260 benchmarks.decode --layers 8 --budget-s 200 --iters 15 --warm 3 --pack-weights \
         --ours 'ours={"pack":"off"}' --ours 'packed={}' ;;
     # The other systems of data parallelism: Inductor's overlap scheduling and low-contention collectives, FSDP2, DDP.

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor.fx_passes import overlap_scheduling
+from torch.utils import _runtime_estimation, flop_counter
 
+from benchmarks.blocks.model import BlockSizes, LlamaBlock, fresh_code
 from benchmarks.data_parallel import inductor_options as inductor
 from benchmarks.data_parallel.__main__ import OURS_WITH_TP, DataParallelRun, parse_flags
-from benchmarks.data_parallel.inductor_options import INDUCTOR_OVERLAP, INDUCTOR_SYMM, count_low_contention, inductor_options
+from benchmarks.data_parallel.inductor_options import (
+    INDUCTOR_OVERLAP,
+    INDUCTOR_SYMM,
+    count_grouped_heads,
+    count_low_contention,
+    inductor_options,
+)
 from benchmarks.data_parallel.table import text
 from benchmarks.parallel.table import hidden, row_text
 from tests.harness.ranks import RankPool
 from tests.test_benchmarks import FACTS, printed, torchrun
+from ub_overlap.tools.planner.models import shard_parameters
 from ub_overlap.tools.rank_process import World
 
 
@@ -120,6 +131,76 @@ def test_rivals_of_inductor_use_what_torch_has(monkeypatch: pytest.MonkeyPatch) 
         inductor_options(INDUCTOR_SYMM, "inductor", is_cuda=True)
     variants = {"inductor_overlap": {"why": {}, "settings": scheduling}}
     assert f"inductor_overlap sets {json.dumps(scheduling)}" in row_text("8b", {"variants": variants}, "simple", "", str)
+
+
+ATEN = torch.ops.aten
+CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def refuse_grouped_heads(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Count as torch 2.11 does, roughly: AssertionError where keys or values have other heads than the queries."""
+    shapes = [arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args]
+    if len({shape[1] for shape in shapes if isinstance(shape, tuple) and len(shape) == 4}) > 1:
+        raise AssertionError("sdpa_flop_count: query/key/value shapes are incompatible")
+    return math.prod(shapes[0])
+
+
+def compile_grouped_heads(rank: int, world: int, count: bool) -> tuple[str, float]:
+    """Run a step with gathers in the graph and grouped heads under overlap scheduling, without a GPU.
+
+    Its attention of the CPU is counted as that of GPUs in torch 2.11. Return the error, and the largest difference to eager
+    code.
+    """
+    estimates = ("get_gpu_dram_gbps", lambda: 1000), ("get_device_tflops", lambda dtype: 100)
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(force_disable_caches=True):
+        for name, value in estimates:
+            patch.setattr(_runtime_estimation, name, value)  # they need a GPU
+        patch.setattr(overlap_scheduling, "estimate_runtime_analytical", lambda node: 0.0, raising=False)  # of torch 2.11
+        patch.setattr(overlap_scheduling, "get_collective_do_bench", lambda: lambda call: 0.1)
+        for way in ("", "_backward"):
+            patch.setitem(flop_counter.flop_registry, getattr(ATEN, CPU_ATTENTION + way), refuse_grouped_heads)
+        if count:
+            count_grouped_heads()
+        torch.manual_seed(1)
+        model = fresh_code(LlamaBlock(BlockSizes(64, 128, 8, 2)))
+        shard_parameters(model, world, dist.group.WORLD)
+        torch._dynamo.reset()
+        call = torch.compile(model, fullgraph=True, options=inductor_options(INDUCTOR_OVERLAP, "inductor", is_cuda=False))
+        found = []
+        for step in (call, model):
+            model.zero_grad()
+            x = torch.randn(1, 32, 64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+            try:
+                out = step(x)
+                out.square().mean().backward()
+            except Exception as error:  # noqa: BLE001  (reported to the test)
+                return str(error), -1.0
+            found.append([out.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        return "", max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
+def test_overlap_scheduling_counts_grouped_heads(pool2: RankPool) -> None:
+    """torch 2.11 refuses to count them, so that overlap scheduling fails."""
+    for error, _ in pool2.run(compile_grouped_heads, False):
+        assert "sdpa_flop_count" in error
+    for error, difference in pool2.run(compile_grouped_heads, True):
+        assert not error and 0 <= difference < 1e-4
+
+
+def test_grouped_heads_count_as_repeated_ones() -> None:
+    """Formulas that count grouped heads stay, as those of torch 2.12."""
+    registry = dict(flop_counter.flop_registry)
+    count_grouped_heads(registry)
+    query, key = torch.empty(2, 8, 16, 4, device="meta"), torch.empty(2, 2, 16, 4, device="meta")
+    for name in ("flash", "efficient", "cudnn"):
+        for way, first in (("", ()), ("_backward", (query,))):
+            op = getattr(ATEN, f"_scaled_dot_product_{name}_attention{way}")
+            grouped = registry[op](*first, query, key, key)
+            assert grouped == registry[op](*first, query, query, query) > 0
+    registry[ATEN._scaled_dot_product_cudnn_attention] = refuse_grouped_heads
+    count_grouped_heads(registry)
+    assert registry[ATEN._scaled_dot_product_cudnn_attention](query, key, key) == query.numel()
+    assert registry[ATEN.mm] is flop_counter.flop_registry[ATEN.mm]
 
 
 def test_low_contention_collectives_are_counted() -> None:

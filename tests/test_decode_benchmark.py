@@ -27,6 +27,19 @@ def test_decode_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert "16 KiB" in printed(path, capsys, monkeypatch)
 
 
+def test_mirror_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes in the place of four ranks: only ours is timed, and the results of one_shot are those of these roles."""
+    path = tmp_path / "mirror.json"
+    options = ["--mirror", "4", "--bytes", "16k", "--iters", "2", "--warm", "1", "--json", str(path)]
+    torchrun(2, "benchmarks.decode", options)
+    document: dict[str, Any] = json.loads(path.read_text())
+    assert document["ranks"] == 4 and "Mirror of 4 ranks" in document["mirror"]
+    (row,) = document["rows"]
+    assert row["us"].keys() == OURS and not row["why"]
+    assert row["error"].keys() == {"one_shot", "one_shot + norm"} and all(0 <= error < 1e-4 for error in row["error"].values())
+    assert "Mirror of 4 ranks" in printed(path, capsys, monkeypatch)
+
+
 def test_tiny_layers_on_cpu_ranks(tmp_path: Path) -> None:
     path = tmp_path / "layers.json"
     out = torchrun(2, "benchmarks.decode", ["--tiny", "--iters", "2", "--warm", "1", "--json", str(path)])

@@ -10,13 +10,16 @@ behind and no collective of another group next to them. `count_low_contention` c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Set
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from ub_overlap import _torch_compat as compat
 
+_ATTENTION = "aten._scaled_dot_product_"
 INDUCTOR_OVERLAP, INDUCTOR_SYMM = "inductor_overlap", "inductor_symm"
 _DISTRIBUTED = "aten_distributed_optimizations."
 _SCHEDULING = {_DISTRIBUTED + "enable_overlap_scheduling": True}
@@ -62,6 +65,40 @@ def inductor_options(name: str, compiler: str, is_cuda: bool) -> dict[str, Any]:
     if _SCHEDULING.keys() <= options.keys():
         options = {**options, **{key: value for key, value in WITH_SCHEDULING.items() if key in known}}
     return options
+
+
+def count_grouped_heads(registry: dict[Any, Any] = flop_registry) -> None:
+    """Let torch count the flops of attention whose keys and values have fewer heads than the queries, in this process.
+
+    The flop counter of torch 2.11 raises AssertionError for it; later releases count it as if heads were repeated. Overlap
+    scheduling raises too, as it logs the flops of each attention, also where `custom_runtime_estimation` gives a time. The
+    schedule does not depend on the count: the scheduler runs the attention and takes its time.
+    """
+    for op, formula in [*registry.items()]:
+        if str(op).startswith(_ATTENTION) and not _counts_grouped_heads(op, formula):
+            registry[op] = functools.partial(_with_repeated_heads, _query_place(op), formula)
+
+
+def _counts_grouped_heads(op: Any, formula: Callable[..., Any]) -> bool:
+    two_heads, one_head = (1, 2, 1, 1), (1, 1, 1, 1)
+    try:
+        formula(*[two_heads] * (1 + _query_place(op)), one_head, one_head)
+    except AssertionError:
+        return False
+    return True
+
+
+def _query_place(op: Any) -> int:
+    """Return the place of the queries in the arguments of an attention. Keys and values follow."""
+    return 1 if str(op).endswith("_backward") else 0  # behind the gradient of the output
+
+
+def _with_repeated_heads(place: int, formula: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return `formula` of an attention whose keys and values have the heads of its queries."""
+    shapes = [a.shape if isinstance(a, torch.Tensor) else a for a in args]
+    heads = shapes[place][1]
+    shapes[place + 1 : place + 3] = [(s[0], heads, *s[2:]) for s in shapes[place + 1 : place + 3]]
+    return formula(*shapes, **kwargs)
 
 
 def count_low_contention(step: Callable[[], Any], prefix: str = "symm_mem::_low_contention_") -> int:

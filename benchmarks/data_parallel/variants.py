@@ -39,7 +39,7 @@ from ub_overlap.tools.rank_process import World
 
 from ..blocks.model import BlockSizes, LlamaBlock, compute_only, fresh_code, parallel_block
 from ..parallel.variant import COMPUTE, INDUCTOR, ParallelVariant, backend
-from .inductor_options import INDUCTOR_RIVALS, INDUCTOR_SYMM, count_low_contention, inductor_options
+from .inductor_options import INDUCTOR_RIVALS, INDUCTOR_SYMM, count_grouped_heads, count_low_contention, inductor_options
 
 FSDP2, FSDP2_OURS, FSDP2_SYMM = "fsdp2", "fsdp2_ours", "fsdp2_symm"
 TORCH = (COMPUTE, INDUCTOR, FSDP2)
@@ -77,6 +77,7 @@ def make(name: str, context: ParallelContext) -> ParallelVariant:
     arguments = backend(name, context.compiler, context.ours)
     if name in INDUCTOR_RIVALS:
         arguments = {"options": inductor_options(name, context.compiler, world.cuda)}
+        count_grouped_heads()
     if name in HOOKED:
         for block in model.children():
             block.compile(**arguments)

@@ -5,7 +5,8 @@
 
 Columns of single ops: NCCL, torch's symmetric-memory ops (their inputs lie in symmetric memory) and ours by strategy, each
 with residual and norm and alone. The others' residual and norm are one kernel of Inductor. Microseconds per call in a CUDA
-graph of 20 calls, median over --iters, maximum over ranks; columns alternate. Multicast is never used.
+graph of 20 calls, median over --iters, maximum over ranks; columns alternate. Multicast is never used. --mirror R times ours in
+a group of R ranks on two GPUs (benchmarks/mirror).
 
 Layers: --layers of a Llama in a row, one token of each of B sequences, with a cache of --context tokens (layers.py). --tiny
 shows on CPU ranks that the program works.
@@ -25,6 +26,8 @@ from ub_overlap.tools.rank_process import Deadline, World
 
 from .. import facts
 from ..blocks.model import SIZES as MODEL_SIZES
+from ..mirror import PROCESSES, note
+from ..mirror.group import MirrorGroups
 from ..ranks import begin, end
 from ..timing import Clock
 from .layers import LayersRun
@@ -47,6 +50,7 @@ def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", default=SIZES, help="comma-separated sizes of the reduced tensor")
     parser.add_argument("--hidden", type=int, default=8192, help="numbers of a row")
+    parser.add_argument("--mirror", type=int, default=0, metavar="R", help="time a group of R ranks on 2 GPUs (mirror mode)")
     parser.add_argument("--layers", type=int, default=0, metavar="N", help="time N layers of a decode step")
     parser.add_argument("--size", default="8b,70b", help=f"of the layers, comma-separated, of {', '.join(MODEL_SIZES)}")
     parser.add_argument("--batch", default="1,16,64", help="sequences, comma-separated")
@@ -70,6 +74,8 @@ def parse_flags() -> argparse.Namespace:
     args.options = args.options or {"ours": {"profile": "h200"} if args.tiny else {}}
     if args.layers < 0 or {*args.size.split(",")} - {*MODEL_SIZES}:
         parser.error(f"--layers {args.layers}, --size {args.size}: expected 0 or more, and sizes of {', '.join(MODEL_SIZES)}")
+    if args.mirror and (args.mirror <= PROCESSES or args.layers):
+        parser.error(f"--mirror {args.mirror}: expected a group of more than {PROCESSES} ranks, and no --layers")
     args.batches = [int(batch) for batch in args.batch.split(",")]
     try:
         args.sizes = [parse_bytes(size) for size in args.bytes.split(",")]
@@ -108,6 +114,9 @@ def measure_ops(args: argparse.Namespace, world: World) -> int:
     with Deadline("set-up", 120):
         document: dict[str, Any] = {"benchmark": "decode", **facts.facts(world, "benchmarks.decode"), "rows": []}
         group = str(dist.group.WORLD.group_name)
+        if args.mirror:
+            group = MirrorGroups(world, args.mirror).new_group()
+            document |= {"ranks": args.mirror, "mirror": note(args.mirror)}
         clock = Clock(world)
         # The largest first: growth of the group's memory would keep the memory that graphs of smaller sizes address.
         OpSize.make(world, group, max(args.sizes), args.hidden, dtype).ours("one_shot", "rms")()
@@ -116,7 +125,7 @@ def measure_ops(args: argparse.Namespace, world: World) -> int:
             world.say(f"--budget-s {args.budget_s:g} is spent")
             break
         with Deadline(f"{size} bytes", 120, lambda: world.say(text(document))):
-            case = OpSize.make(world, group, size, args.hidden, dtype)
+            case = OpSize.make(world, group, size, args.hidden, dtype, args.mirror)
             document["rows"].append(measure(case, clock, args.iters, args.warm))
             world.sync()
         if world.rank == 0 and args.json:

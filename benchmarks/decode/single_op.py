@@ -1,7 +1,8 @@
 """Time all_reduce + residual + RMSNorm of one size: NCCL, torch's symmetric-memory ops, and ours by strategy.
 
 Every column is a CUDA graph of COUNT calls, one after the other, so ranks run in step as in a decode step. Times are per call.
-On the CPU the calls run one by one, without a graph.
+On the CPU the calls run one by one, without a graph. In mirror mode (benchmarks/mirror) only ours runs, and only `one_shot` is
+compared: the parts of a two-shot sum are those of other ranks.
 """
 
 from __future__ import annotations
@@ -29,17 +30,21 @@ BOUND = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 @dataclass
 class OpSize:
-    """The tensors of one size. `shared`: symmetric memory of torch with the same sizes as `x`, None where there is none."""
+    """The tensors of one size. `shared`: symmetric memory of torch with the same sizes as `x`, None where there is none.
+
+    `mirrored`: ranks of `group` in mirror mode, else 0.
+    """
 
     world: World
     group: str
     x: Tensor
     residual: Tensor
     weight: Tensor
+    mirrored: int = 0
     shared: Tensor | None = None
 
     @classmethod
-    def make(cls, world: World, group: str, size: int, hidden: int, dtype: torch.dtype) -> OpSize:
+    def make(cls, world: World, group: str, size: int, hidden: int, dtype: torch.dtype, mirrored: int = 0) -> OpSize:
         """Make tensors of `size` bytes, in rows of `hidden` numbers or fewer."""
         numbers = size // dtype.itemsize
         cols = min(hidden, numbers)
@@ -47,7 +52,7 @@ class OpSize:
         def tensor(*sizes: int) -> Tensor:
             return torch.randn(*sizes, device=world.device).to(dtype)
 
-        made = cls(world, group, tensor(numbers // cols, cols), tensor(numbers // cols, cols), tensor(cols))
+        made = cls(world, group, tensor(numbers // cols, cols), tensor(numbers // cols, cols), tensor(cols), mirrored)
         for replicated in (made.residual, made.weight):
             dist.broadcast(replicated, 0)
         return made
@@ -78,6 +83,14 @@ class OpSize:
 
         return call
 
+    def mirrored_results(self) -> dict[bool, tuple[Tensor, ...]]:
+        """Return the sum of this process's x and of the other's as often as it stands for ranks; False: with residual and norm."""
+        xs = [torch.empty_like(self.x) for _ in range(self.world.ranks)]
+        dist.all_gather(xs, self.x)
+        theirs = xs[1 - self.world.rank].float()
+        reduced = (self.x.float() + (self.mirrored - 1) * theirs).to(self.x.dtype)
+        return {True: (reduced,), False: add_norm(reduced, self.residual, self.weight)}
+
     def torch_op(self, name: str, epilogue: Callable[..., Any] | None) -> Call:
         """Return a call of an all_reduce of torch's symmetric memory, and the epilogue."""
         shared, op = self.share(), getattr(torch.ops.symm_mem, name)
@@ -93,7 +106,7 @@ def columns(case: OpSize) -> dict[str, Callable[[], Call]]:
     """Return what makes the call of each column."""
     torch._dynamo.reset()  # torch limits the compilations of a function, one for each size
     epilogue = torch.compile(add_norm, dynamic=False) if case.world.cuda else add_norm
-    made: dict[str, Callable[[], Call]] = {
+    rivals: dict[str, Callable[[], Call]] = {
         "nccl + norm": lambda: case.nccl(epilogue),
         "torch one_shot + norm": lambda: case.torch_op("one_shot_all_reduce", epilogue),
         "torch two_shot + norm": lambda: case.torch_op("two_shot_all_reduce_", epilogue),
@@ -101,6 +114,7 @@ def columns(case: OpSize) -> dict[str, Callable[[], Call]]:
         "torch one_shot": lambda: case.torch_op("one_shot_all_reduce", None),
         "torch two_shot": lambda: case.torch_op("two_shot_all_reduce_", None),
     }
+    made = {} if case.mirrored else rivals
     for strategy in STRATEGIES:
         made[f"{strategy} + norm"] = lambda s=strategy: case.ours(s, "rms")
         made[strategy] = lambda s=strategy: case.ours(s, "none")
@@ -114,7 +128,7 @@ def measure(case: OpSize, clock: Clock, iters: int, warm: int) -> dict[str, Any]
     why: dict[str, str] = {}
     error: dict[str, float] = {}
     calls: dict[str, Call] = {}
-    expected: dict[bool, tuple[Tensor, ...]] = {}
+    expected: dict[bool, tuple[Tensor, ...]] = case.mirrored_results() if case.mirrored else {}
     for name, make in columns(case).items():
         if name.startswith("torch") and not world.cuda:
             why[name] = "needs CUDA"
@@ -132,7 +146,7 @@ def measure(case: OpSize, clock: Clock, iters: int, warm: int) -> dict[str, Any]
         calls[name], outs = made
         if name.startswith("nccl"):
             expected[name == "nccl"] = outs
-        elif name in STRATEGIES or name.removesuffix(" + norm") in STRATEGIES:
+        elif name.removesuffix(" + norm") in (STRATEGIES[:1] if case.mirrored else STRATEGIES):
             error[name] = difference(outs, expected[name in STRATEGIES], world)
             if not error[name] <= BOUND[case.x.dtype]:
                 why[name] = f"wrong numbers: differs from NCCL by {error[name]:.3g} of its norm"

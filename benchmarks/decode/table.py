@@ -65,7 +65,8 @@ def ops_table(document: dict[str, Any], style: str) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row if key != "goal"))
     table = render_table([{c: row.get(c, "-") for c in (*columns, "goal")} for row in rows], style=style)
     verdict = "missed:\n" + "\n".join(missed) if missed else "nothing is missed"
-    return "\n\n".join(part for part in ("us per call, CUDA graph", table, verdict, "\n".join(notes)) if part)
+    parts = (document.get("mirror", ""), "us per call, CUDA graph", table, verdict, "\n".join(notes))
+    return "\n\n".join(part for part in parts if part)
 
 
 def size(count: int) -> str:

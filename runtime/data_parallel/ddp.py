@@ -2,8 +2,10 @@
 
     bucket of gradients -> (cast to the wire dtype) -> all_reduce, summed in fp32, mean -> the bucket
 
-A hook runs on side streams, as c10d's collectives do, so backward goes on. Each bucket in turn has one of two slots. On CUDA
-the executor runs eager calls of a group one after the other, on all streams: a bucket is pushed once the one before is summed.
+A hook runs on side streams, as c10d's collectives do, so backward goes on. Two slots are used in turn. On CUDA the executor
+runs eager calls of a group one after the other, on all streams: a piece is pushed once the one before is summed.
+
+Large buckets are reduced in pieces, which bounds landing memory: the first step has one bucket, with all gradients.
 
 DistributedDataParallel checks the annotations of a hook, so they are types here, not text.
 """
@@ -55,10 +57,9 @@ class HookState:
             self._groups.say_once(f"buckets of {gradients.dtype} keep torch's collectives")
         elif own_group := self._groups.serve(group, gradients.device):
             index = bucket.index()
-            slot, site = REDUCE_SLOTS[index % len(REDUCE_SLOTS)], f"/ddp.bucket{index}"
             with self._streams.asynchronous(gradients, index) as future:
                 sent = gradients if self.wire_dtype is None else gradients.to(self.wire_dtype)
-                all_reduce_into(sent, sent, own_group, site, op="avg", slot=slot)
+                all_reduce_into(sent, sent, own_group, f"/ddp.bucket{index}", op="avg", index=index)
                 if sent is not gradients:
                     gradients.copy_(sent)
             return future

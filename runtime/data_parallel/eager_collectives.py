@@ -21,6 +21,10 @@ GATHERED_DTYPES = (*REDUCED_DTYPES, torch.float8_e4m3fn)
 GATHER_SLOT, SCATTER_SLOT, *REDUCE_SLOTS = HANDLE_SLOTS
 LANDING_SLOTS = PLAN_SLOTS[:4]
 """Slots whose landing memory holds results of FSDP2 (landing_slots.py), in order of use."""
+PIECE_BYTES = 1 << 26
+"""Bytes of a piece of an all_reduce, at most: its landing memory is twice that."""
+_PIECE_STEP = 512
+"""Elements: a piece begins at a multiple of them, so its address is as aligned as that of the tensor."""
 
 
 def as_gathered(tensor: Tensor) -> Tensor:
@@ -46,9 +50,22 @@ def reduce_scatter_into(out: Tensor, whole: Tensor, group: str, site: str, *, op
         out.copy_(total)
 
 
-def all_reduce_into(out: Tensor, term: Tensor, group: str, site: str, *, op: str = "sum", slot: int = REDUCE_SLOTS[0]) -> None:
-    """Sum `term` over ranks in fp32 into `out`, which may be `term`. "avg" divides by R. Sums travel in the dtype of `out`."""
-    _run(out, term, "all_reduce", op, slot, group, site)
+def all_reduce_into(out: Tensor, term: Tensor, group: str, site: str, *, op: str = "sum", index: int = 0) -> None:
+    """Sum `term` [n] over ranks in fp32 into `out` [n], which may be `term`. "avg" divides by R. Sums travel in `out`'s dtype.
+
+    Pieces of at most PIECE_BYTES run one after the other, each in the next of the REDUCE_SLOTS from slot `index` modulo their
+    number. Ranks pass the same `index`.
+    """
+    outs, terms = (tensor.split(piece_size(term)) for tensor in (out, term))
+    for place, (result, piece) in enumerate(zip(outs, terms, strict=True), index):
+        _run(result, piece, "all_reduce", op, REDUCE_SLOTS[place % len(REDUCE_SLOTS)], group, site)
+
+
+def piece_size(tensor: Tensor) -> int:
+    """Return the elements of a piece of an all_reduce of `tensor` [n]. All pieces but the last have them."""
+    numel = max(1, tensor.numel())
+    pieces = -(-numel * tensor.itemsize // PIECE_BYTES)
+    return numel if pieces == 1 else -(-numel // (pieces * _PIECE_STEP)) * _PIECE_STEP
 
 
 def _run(out: Tensor, input: Tensor, collective: str, op: str, slot: int, group: str, site: str) -> None:

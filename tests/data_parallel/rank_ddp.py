@@ -9,8 +9,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ub_overlap
-from tests.runtime.rank_failures import attempt
+from tests.runtime.rank_failures import attempt, fresh
 from tests.runtime.rank_sessions import C, reset
+from ub_overlap.runtime import settings
+from ub_overlap.runtime.data_parallel import eager_collectives
+from ub_overlap.runtime.functional.arena import initialize_group
+from ub_overlap.runtime.schedule.steps import SLOTS
+from ub_overlap.runtime.session.bind import find_session
 
 from .rank_fsdp import Model, exact_grads, logged, loss_of
 
@@ -100,3 +105,85 @@ def no_transport(rank: int, world: int) -> tuple[list[str], list[str]]:
     if wrong["error"] != "OptionError":
         bad.append(str(wrong))
     return bad, [*texts, *wide]
+
+
+def landing_memory(rank: int, world: int, piece_bytes: int) -> tuple[list[bool], list[tuple[int, list[int], int]]]:
+    """Train with pieces of at most `piece_bytes`.
+
+    Return whether each gradient of the first step equals torch's, and after each of three steps: the bytes of its largest
+    bucket, those of the landing memory of each slot, and the calls so far.
+    """
+
+    def make(**options: Any) -> DistributedDataParallel:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(255, 255) for _ in range(6)]  # 256 KiB each
+        return DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.2, **options)
+
+    def step(model: DistributedDataParallel) -> list[torch.Tensor]:
+        model.zero_grad()
+        x = torch.randn(8, 255, generator=torch.Generator().manual_seed(rank))
+        model(x).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    class Counted(ub_overlap.ddp.HookState):
+        def _reduce(self, bucket: Any) -> Any:
+            sizes.append(bucket.buffer().nbytes)
+            return super()._reduce(bucket)
+
+    before, eager_collectives.PIECE_BYTES = eager_collectives.PIECE_BYTES, piece_bytes
+    C.clear_stats()
+    try:
+        own = make(process_group=dist.new_group(list(range(world))))
+        state = Counted(own.process_group)
+        own.register_comm_hook(state, ub_overlap.ddp.all_reduce_hook)
+        found = []
+        for count in range(3):
+            sizes = list[int]()
+            if count == 0:
+                same = [torch.equal(a, b) for a, b in zip(step(own), step(make()), strict=True)]
+            else:
+                step(own)
+            (name,) = state._groups.own_groups()
+            session: Any = find_session(name, "cpu")
+            slots = [session._arena.bytes_of_slot(SLOTS + slot) for slot in eager_collectives.REDUCE_SLOTS]
+            calls = sum(site.calls for name, site in ub_overlap.site_stats().items() if name.startswith("/ddp."))
+            found.append((max(sizes), slots, calls))
+    finally:
+        eager_collectives.PIECE_BYTES = before
+    return same, found
+
+
+def pieces_of_all_sizes(rank: int, world: int) -> list[str]:
+    """Return the sizes whose sum in pieces is not bit by bit the sum in one piece."""
+    name, bad = fresh(world), []
+    initialize_group(name, 1, device=torch.device("cpu"))
+    before = eager_collectives.PIECE_BYTES
+    try:
+        for numel in (0, 1, 511, 512, 513, 1024, 1025, 4097):
+            for dtype in eager_collectives.REDUCED_DTYPES:
+                term = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+                sums = []
+                for eager_collectives.PIECE_BYTES in (before, 512 * dtype.itemsize):
+                    sums.append(torch.empty_like(term))
+                    eager_collectives.all_reduce_into(sums[-1], term, name, "/sum", op="avg", index=numel)
+                if not torch.equal(*sums):
+                    bad.append(f"{numel} {dtype}")
+    finally:
+        eager_collectives.PIECE_BYTES = before
+    return bad
+
+
+def late_between_pieces(rank: int, world: int, step_s: float) -> dict[str, Any]:
+    """The last rank reduces the first of four pieces only. Return what the others raise."""
+    name = fresh(world)
+    initialize_group(name, 1, device=torch.device("cpu"))
+    term = torch.ones(2048)
+    before, eager_collectives.PIECE_BYTES = eager_collectives.PIECE_BYTES, 512 * term.itemsize
+    with reset():
+        settings.configure(step_timeout_s=step_s)
+        try:
+            part = term[:512] if rank == world - 1 else term
+            return attempt(lambda: eager_collectives.all_reduce_into(part, part, name, "/ddp.bucket0"))
+        finally:
+            eager_collectives.PIECE_BYTES = before
+            dist.barrier()

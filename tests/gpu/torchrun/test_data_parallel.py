@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ub_overlap
 from tests.gpu.cases import BF16, F32
 from tests.gpu.lockstep import Lockstep
+from ub_overlap.runtime.data_parallel import eager_collectives
 from ub_overlap.runtime.data_parallel.landing_slots import LandingSlots
 from ub_overlap.runtime.session import session
 
@@ -143,8 +144,13 @@ def test_fsdp_gathers_in_flight(lockstep: Lockstep) -> None:
     assert (differences(lockstep, own, plain, 1e-5), wrong) == ([], [])
 
 
-@pytest.mark.parametrize("wire_dtype", [None, BF16])
-def test_ddp_trains_as_torch(lockstep: Lockstep, wire_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(("wire_dtype", "piece_bytes"), [(None, 1 << 26), (BF16, 1 << 26), (None, 1 << 20), (BF16, 1 << 20)])
+def test_ddp_trains_as_torch(
+    lockstep: Lockstep, wire_dtype: torch.dtype | None, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with buckets in pieces."""
+    monkeypatch.setattr(eager_collectives, "PIECE_BYTES", piece_bytes)
+
     def replicated() -> DistributedDataParallel:
         devices = [lockstep.device.index] if lockstep.cuda else None
         return DistributedDataParallel(make_model(lockstep), device_ids=devices, bucket_cap_mb=4)
