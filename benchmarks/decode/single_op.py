@@ -84,7 +84,7 @@ class OpSize:
         return call
 
     def mirrored_results(self) -> dict[bool, tuple[Tensor, ...]]:
-        """Return the sum of this process's x and of the other's as often as it stands for ranks; False: with residual and norm."""
+        """Return the sum of x over the ranks, as which the other process's x counts often; False: with residual and norm."""
         xs = [torch.empty_like(self.x) for _ in range(self.world.ranks)]
         dist.all_gather(xs, self.x)
         theirs = xs[1 - self.world.rank].float()

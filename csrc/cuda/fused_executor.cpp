@@ -14,9 +14,9 @@ void compare_form(Call& call) {
 
 namespace {
 
-// In mirror mode (benchmarks/mirror) both processes are rank 0, and each stands for all peers of the other: where rank 0 pushes to
-// peer p, it is rank R - p. The kernel pushes as rank 0. So the memory and the words of p begin further behind, by those of R - p
-// sources. After a failure the abort of peers lies there too, and they find it at their deadlines.
+// In mirror mode (benchmarks/mirror) both processes are rank 0, and each stands for all peers of the other: where rank 0 pushes
+// to peer p, it is rank R - p. The kernel pushes as rank 0. So the memory and the words of p begin further behind, by those of
+// R - p sources. After a failure the abort of peers lies there too, and they find it at their deadlines.
 void mirror(const Call& call, Group& group, std::vector<char*>& memory) {
     const int64_t bytes = bytes_of_source(call), words = max_pieces * static_cast<int64_t>(sizeof(uint64_t));
     for (int peer = 1; peer < call.ranks; ++peer) {
