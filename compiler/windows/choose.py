@@ -5,7 +5,8 @@
 3. The windows are placed between them (placement.py).
 4. A collective that saves less there than by what was set aside gets its alternatives back, and all is done again: first
    those whose matmuls are in no placed window, which would have less to hide behind, then all.
-5. What saves most is taken.
+5. Where buckets of collectives that could have kernels of their own leave other alternatives unused, all is done without them.
+6. What saves most is taken.
 """
 
 from __future__ import annotations
@@ -91,36 +92,16 @@ def choose_splits(
     planner = _Planner(graph, candidates, found, costs, splits, may_differ)
     if not planner.splits:
         return SplitChoice(*assign(found))
-    kept = [planner.set_aside(i, alternatives) for i, alternatives in enumerate(found)]
-    best: _Round | None = None
-    given: set[int] = set()
-    reduced = {i for i, alternatives in enumerate(found) if alternatives.ranked and kept[i] is not alternatives}
-    for _ in range(ROUNDS):
-        assignments, order = assign(kept)
-        placed = planner.place(assignments, order)
-        worth = planner.worth(assignments, placed, reduced)
-        this = _Round(worth, assignments, order, placed, dict(planner.splits), frozenset(reduced))
-        if best is None or this.worth >= best.worth:  # the last of equals: its reasons are about all alternatives
-            best = this
-        back = [
-            i
-            for s in planner.splits.values()
-            if planner.is_better_fused(s, placed)
-            for i in s.numbers
-            if kept[i] is not found[i] and assignments[i].alternative is None
-        ]
-        apart = {i: a for i in back if i not in given and (a := _outside(i, found[i], placed, order)).ranked}
-        given |= apart.keys()
-        for i in apart or back:
-            kept[i] = apart.get(i, found[i])
-            reduced.discard(i)
-        if not back:
-            break
-    assert best is not None
+    with_kernels = planner.with_kernels()
+    best = planner.best_round(assign)
+    rest = {i: s for i, s in splits.items() if i not in with_kernels}
+    if best.lost and with_kernels and rest:
+        without = _Planner(graph, candidates, found, costs, rest, may_differ)
+        if without.splits and (other := without.best_round(assign)).worth > best.worth:
+            planner, best = without, other
     planner.splits = best.splits
-    lost = best.reduced & best.splits.keys() - best.placed.keys()
     assignments = [
-        replace(a, result=_TAKEN) if i in lost and a.alternative is None else a for i, a in enumerate(best.assignments)
+        replace(a, result=_TAKEN) if i in best.lost and a.alternative is None else a for i, a in enumerate(best.assignments)
     ]
     return planner.choice(assignments, best.order, best.placed)
 
@@ -136,6 +117,11 @@ class _Round:
     placed: dict[int, Places]
     splits: dict[int, SplitCandidate]
     reduced: frozenset[int]
+
+    @property
+    def lost(self) -> set[int]:
+        """The candidates whose alternatives were set aside, and that are not placed."""
+        return {i for i in self.reduced & self.splits.keys() - self.placed.keys() if self.assignments[i].alternative is None}
 
 
 _TAKEN = Miss(Reason.MATMUL_TAKEN, "its matmuls hide split collectives, which saves more")
@@ -218,6 +204,44 @@ class _Planner:
         transfer = sum(t.transfer_us for t in forms)
         return s.times.plain_us - sum(t.shortest_us for t in forms) - max(0.0, transfer - hidden)
 
+    def with_kernels(self) -> set[int]:
+        """Return the collectives in buckets of which one at least could have a kernel of its own."""
+        buckets = [s for s in self.splits.values() if s.bucket and not s.is_required and self._benefits(s)]
+        return {i for s in buckets for i in s.numbers}
+
+    def best_round(self, assign: Assign) -> _Round:
+        """Return the best of several arrangements."""
+        found = self.found
+        kept = [self.set_aside(i, alternatives) for i, alternatives in enumerate(found)]
+        best: _Round | None = None
+        given: set[int] = set()
+        reduced = {i for i, alternatives in enumerate(found) if alternatives.ranked and kept[i] is not alternatives}
+        for number in range(ROUNDS):
+            assignments, order = assign(kept)
+            placed = self.place(assignments, order)
+            worth = self.worth(assignments, placed, reduced)
+            this = _Round(worth, assignments, order, placed, dict(self.splits), frozenset(reduced))
+            if best is None or this.worth >= best.worth:  # the last of equals: its reasons are about all alternatives
+                best = this
+            back = [
+                i
+                for s in self.splits.values()
+                if self.is_better_fused(s, placed)
+                for i in s.numbers
+                if kept[i] is not found[i] and assignments[i].alternative is None
+            ]
+            apart = {i: a for i in back if i not in given and (a := _outside(i, found[i], placed, order)).ranked}
+            given |= apart.keys()
+            if number == ROUNDS - 2:  # the last round has them all
+                apart = {}
+            for i in apart or back:
+                kept[i] = apart.get(i, found[i])
+                reduced.discard(i)
+            if not back:
+                break
+        assert best is not None
+        return best
+
     def set_aside(self, i: int, alternatives: Alternatives) -> Alternatives:
         """Return the alternatives that save more than splitting the candidate can, by what they save more.
 
@@ -241,7 +265,7 @@ class _Planner:
         return replace(alternatives, ranked=[a for a in reduced if a.benefit > NO_BENEFIT and not s.is_required])
 
     def _set_aside_for_bucket(self, i: int, s: SplitCandidate, alternatives: Alternatives) -> Alternatives:
-        """Return no alternatives of a collective in a bucket that saves more than those of all its collectives together.
+        """Return no alternatives of a collective in a bucket, if the bucket saves more than the best of all its collectives.
 
         Another bucket is dropped: at its first collective, before the others are asked for.
         """

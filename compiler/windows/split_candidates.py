@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from torch.fx import Graph, Node
 
 from ..cost.all_to_all_time import area_bytes
+from ..cost.fused_time import fused_us
+from ..cost.profile import Profile
 from ..cost.site_shape import SiteShape
 from ..cost.site_sizes import shape_of_site
 from ..cost.split_time import SplitTimes, split_times
@@ -124,7 +126,9 @@ def find_splits(
             by_order = is_in_ring(window, parameters)
             split = _split_candidate(i, window, priced, requested, costs, widening, by_order)
             is_small, bucket = bool(small) and may_share and not is_inner, override.bucket if override and may_share else ""
-            times = _with_measured_plain(split.times, alternatives) if is_small else split.times
+            times = split.times
+            if (is_small or bucket) and c.hosts == 1:
+                times = _with_measured_plain(times, priced, costs.policy.profile(c.ranks, device))
             splits[i] = replace(split, times=times, is_inner=is_inner, is_small=is_small, requested_bucket=bucket)
     return splits
 
@@ -136,10 +140,10 @@ def _fits_bucket(c: Collective) -> bool:
     return all(isinstance(size, int) and size > 0 for size in (*shape_of(c.input), *shape_of(c.node)))
 
 
-def _with_measured_plain(times: SplitTimes, alternatives: Alternatives) -> SplitTimes:
-    """Return the times with the plain time of a small collective that its other alternative counts from."""
-    choice = alternatives.ranked[0].choice if alternatives.ranked else None
-    return replace(times, plain_us=choice.predictions[str(NONE)].us) if choice else times
+def _with_measured_plain(times: SplitTimes, shape: SiteShape, profile: Profile) -> SplitTimes:
+    """Return the times with the plain time of a small collective as measured for few tokens: its kernel counts from it too."""
+    measured = fused_us(profile, shape, NONE)
+    return times if measured is None else replace(times, plain_us=measured)
 
 
 def _price(c: Collective, costs: SiteCosts, requested: Strategy | None, small: Miss | None) -> SiteShape | Miss:

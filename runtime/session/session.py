@@ -247,7 +247,10 @@ class Session:
         return self._tuner.tune(op, site, bucket, work, strategies, run, self._check_peers)
 
     def _check_call(self, slot: int) -> None:
-        """Raise when a peer has failed, its process is gone, or its call in this slot is at another site than this rank's."""
+        """Raise when a peer has failed, its process is gone, or its call in this slot is at another site than this rank's.
+
+        Split collectives and all_to_alls publish their calls in the slot that grows. Other calls may be in another one.
+        """
         self._check_peers()
         if self._arena is not None:
             self._arena.check_site(slot)

@@ -111,7 +111,7 @@ def test_a_rank_that_stays_away(pools: dict[int, RankPool], how: str) -> None:
 def test_a_rank_at_a_new_site(pools: dict[int, RankPool]) -> None:
     """It learns at once that the others do not come, and they learn of it: no rank waits for its deadline."""
     found = pools[3].run(work.is_at_a_new_site, 60.0)
-    assert {one["error"] for one in found} == {"SiteMismatchError"}, found
+    assert {one["error"] for one in found} == {"SiteMismatchError"} and {one["ranks"] for one in found} == {(2,)}, found
     assert "site '/new'" in found[2]["text"] and "site '/exchange.0'" in found[2]["text"], found[2]
     assert max(one["seconds"] for one in found) < 30
 
