@@ -5,7 +5,7 @@
 3. The windows are placed between them (placement.py).
 4. A collective that saves less there than by what was set aside gets its alternatives back, and all is done again: first
    those whose matmuls are in no placed window, which would have less to hide behind, then all.
-5. Where buckets of collectives that could have kernels of their own leave other alternatives unused, all is done without them.
+5. All is done again without buckets of collectives that could have kernels of their own.
 6. What saves most is taken.
 """
 
@@ -95,7 +95,7 @@ def choose_splits(
     with_kernels = planner.with_kernels()
     best = planner.best_round(assign)
     rest = {i: s for i, s in splits.items() if i not in with_kernels}
-    if best.lost and with_kernels and rest:
+    if with_kernels and rest:
         without = _Planner(graph, candidates, found, costs, rest, may_differ)
         if without.splits and (other := without.best_round(assign)).worth > best.worth:
             planner, best = without, other
