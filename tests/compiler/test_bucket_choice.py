@@ -14,7 +14,7 @@ from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.select.decide import decide
-from ub_overlap.compiler.windows import choose
+from ub_overlap.compiler.windows import split_planner
 
 NOISE_US = 1.0
 
@@ -62,7 +62,7 @@ def test_buckets_cost_nothing_else(seed: int, tmp_path: Path, monkeypatch: pytes
         return decide(random_graph(seed).graph, options, phase, lambda *_: None).plan
 
     found = plan()
-    monkeypatch.setattr(choose, "form_buckets", lambda splits, *_: {i: s for i, s in splits.items() if s.may_be_alone})
+    monkeypatch.setattr(split_planner, "form_buckets", lambda splits, *_: {i: s for i, s in splits.items() if s.may_be_alone})
     without = plan()
     assert set(buckets(without.decisions)) == {"-"}
     assert saved_us(found) > saved_us(without) - NOISE_US
