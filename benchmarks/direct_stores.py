@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from ub_overlap.runtime import ops, settings
 from ub_overlap.tools.calibrate import direct_stores, kernels
 from ub_overlap.tools.calibrate.world import Burst
 from ub_overlap.tools.rank_process import Deadline
@@ -22,7 +20,7 @@ from ub_overlap.tools.rank_process import Deadline
 from .mirror import PROCESSES
 from .mirror.group import MirrorGroups
 from .ops.peers import PeerPushes
-from .ranks import end, start
+from .ranks import begin, end
 
 
 def merge(profile: dict[str, Any], measured: list[dict[str, Any]], source: str) -> dict[str, Any]:
@@ -42,14 +40,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a quarter of the shapes")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     args = parser.parse_args()
-    try:
-        world = start(PROCESSES, args.device)
-    except ValueError as error:
-        sys.exit(f"benchmarks.direct_stores: {error}")
-    if world is None:
-        return
-    ops.load()
-    settings.configure(step_timeout_s=20, init_timeout_s=60)
+    world = begin("direct_stores", args.device, step_timeout_s=20, init_timeout_s=60, ranks=PROCESSES)
     peers = PeerPushes(world, PROCESSES, 1 << 20) if world.cuda else None
     burst = Burst(world, peers.together if peers else None)
     burst.settle(0.2)

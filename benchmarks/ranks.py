@@ -35,13 +35,17 @@ def start(tp: int | None = None, device: str | None = None) -> World | None:
     return world
 
 
-def begin(name: str, device: str | None, step_timeout_s: float, init_timeout_s: float) -> World:
-    """Join all ranks of torchrun and load our ops, with these deadlines. Exit outside torchrun, for the benchmark `name`."""
+def begin(name: str, device: str | None, step_timeout_s: float, init_timeout_s: float, ranks: int | None = None) -> World:
+    """Join the first `ranks` ranks of torchrun (all by default) and load our ops, with these deadlines.
+
+    Exit on other ranks, and with an error of the benchmark `name` where `start` raises one.
+    """
     try:
-        world = start(None, device)
+        world = start(ranks, device)
     except ValueError as error:
         sys.exit(f"benchmarks.{name}: {error}")
-    assert world is not None
+    if world is None:
+        sys.exit(0)
     from ub_overlap.runtime import ops, settings
 
     ops.load()

@@ -37,7 +37,7 @@ def create_profile(calibration: Json, base: Json) -> Json:
     """Return the profile as JSON values. `base`: the profile of an H200.
 
     The measurements of the calibration stay, without OUTLIERS. Group sizes that it lacks are those of `base`. The rate of
-    memory, which calibrations do not set, is that of the largest measured reduction.
+    memory, which this calibration did not set yet, is that of the largest measured reduction.
     """
     made: Json = json.loads(json.dumps(calibration))
     ranks = str(calibration["key"]["ranks"])

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from ub_overlap.tools.rank_process import Deadline, World
 from .. import facts
 from ..mirror import PROCESSES, note
 from ..mirror.group import MirrorGroups
-from ..ranks import end, start
+from ..ranks import begin, end
 from ..replay_trace import prepare_for_captures
 from ..report import draw
 from ..variant_run import VariantRun
@@ -192,16 +191,8 @@ class BlocksRun(VariantRun):
 
 def main() -> None:
     args = parse_flags()
-    try:
-        world = start(PROCESSES if args.mirror else args.tp, args.device)
-    except ValueError as error:
-        sys.exit(f"benchmarks.blocks: {error}")
-    if world is None:
-        return
-    from ub_overlap.runtime import ops, settings
-
-    ops.load()
-    settings.configure(step_timeout_s=60, init_timeout_s=240)  # ranks compile for different times
+    ranks = PROCESSES if args.mirror else args.tp
+    world = begin("blocks", args.device, step_timeout_s=60, init_timeout_s=240, ranks=ranks)  # they compile for different times
     if args.waterfall and world.cuda:
         prepare_for_captures()
     with Deadline("set-up", 120):

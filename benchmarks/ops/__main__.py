@@ -36,7 +36,7 @@ from .. import facts
 from ..mirror import PROCESSES, note
 from ..mirror.collectives import MirrorCollectives
 from ..mirror.group import MirrorGroups
-from ..ranks import end, start
+from ..ranks import begin, end
 from ..report import draw, ops_text
 from .collectives import C10dCollectives
 from .measure import NEEDS_CUDA, NEEDS_RANKS, OpContext, measure
@@ -101,16 +101,11 @@ def main() -> None:
     args = parse_flags()
     try:
         rows = load(args.suite, args.rows)
-        world = start(PROCESSES if args.mirror else args.tp, args.device)
     except ValueError as error:
         sys.exit(f"benchmarks.ops: {error}")
-    if world is None:
-        return
-    from ub_overlap.runtime import ops, settings
+    world = begin("ops", args.device, step_timeout_s=20, init_timeout_s=60, ranks=PROCESSES if args.mirror else args.tp)
     from ub_overlap.runtime.extension import extension
 
-    ops.load()
-    settings.configure(step_timeout_s=20, init_timeout_s=60)
     gc.freeze()  # objects of imports need no collection before every capture
     with Deadline("set-up", 120):
         ranks, new_group, collectives = args.mirror or world.ranks, world.new_group, C10dCollectives(world)

@@ -61,7 +61,7 @@ def choose_splits(
     best = _best_round(planner, assign)
     rest = {i: s for i, s in splits.items() if i not in with_kernels}
     if with_kernels and rest:
-        without = SplitPlanner(graph, candidates, found, costs, rest, may_differ)
+        without = planner.with_splits(rest)
         if without.splits and (other := _best_round(without, assign)).worth > best.worth:
             planner, best = without, other
     planner.splits, lost = best.splits, best.lost

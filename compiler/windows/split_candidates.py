@@ -71,9 +71,14 @@ class SplitCandidate:
     """Of a bucket: all collectives in it, of which this stands for the first."""
 
     @property
+    def members(self) -> tuple[SplitCandidate, ...]:
+        """All that it stands for: those in its bucket, or itself."""
+        return self.bucket or (self,)
+
+    @property
     def numbers(self) -> tuple[int, ...]:
         """The candidates that it stands for."""
-        return tuple(m.number for m in self.bucket or (self,))
+        return tuple(m.number for m in self.members)
 
     @property
     def may_be_alone(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -71,7 +72,7 @@ class SplitPlanner:
     _plain_order: FusionOrder = field(init=False)
     """The order with nothing fused."""
     _firsts: dict[int, int] = field(init=False)
-    """By the number of a candidate in a bucket: that of the bucket."""
+    """By the number of a candidate: that of the one in `splits` which stands for it."""
     _set_aside_us: dict[int, float] = field(default_factory=dict)
     """What the alternatives of a candidate were reduced by."""
 
@@ -80,11 +81,22 @@ class SplitPlanner:
         times = NodeTimes.of(self.graph, self._profile(), self.costs.hints, untimed, only_compute=self.may_differ)
         self._plain_order = FusionOrder(self.graph)
         self._clock = [times.us(n) for n in self._plain_order.items]
+        self._form()
+
+    def _form(self) -> None:
+        """Put small collectives in buckets, and drop halves that gain nothing."""
         self.splits = self._in_buckets()
-        self._firsts = {m.number: s.number for s in self.splits.values() for m in s.bucket}
+        self._firsts = {i: s.number for s in self.splits.values() for i in s.numbers}
         for i, s in self.splits.items():
             if s.halves is not None and not self._is_faster_in_halves(s):
                 self.splits[i] = replace(s, halves=None)
+
+    def with_splits(self, splits: dict[int, SplitCandidate]) -> SplitPlanner:
+        """Return the planner of other collectives of the graph, which has the same clock."""
+        other = copy.copy(self)
+        other.splits, other._set_aside_us = splits, {}
+        other._form()
+        return other
 
     def _profile(self) -> Profile:
         """Return the profile of the first window."""
@@ -174,7 +186,7 @@ class SplitPlanner:
         open_splits = {i: s for i, s in self.splits.items() if all(is_open[k] for k in s.numbers)}
         if not open_splits:
             return {}
-        items = self._items(assignments, order, {m.number for s in open_splits.values() for m in (s, *s.bucket)})
+        items = self._items(assignments, order, {i for s in open_splits.values() for i in s.numbers})
         placed = self._place(items, open_splits, order)
         halves = {i for i, s in open_splits.items() if s.halves is not None}
         if not halves:
@@ -208,7 +220,7 @@ class SplitPlanner:
 
     def joined(self, numbers: Iterable[int]) -> set[int]:
         """Return the collectives that are sent in the buckets of those of `numbers`."""
-        return {m.number for i in numbers for m in self.splits[i].bucket[1:]}
+        return {k for i in numbers for k in self.splits[i].numbers[1:]}
 
     def _place(self, items: Sequence[Item], open_splits: Mapping[int, SplitCandidate], order: FusionOrder) -> dict[int, Places]:
         moving = moving_nodes(s.window for s in open_splits.values())
@@ -331,7 +343,7 @@ class SplitPlanner:
             halves = tuple(replace(h.half, slot=one.slot) for h, one in zip(s.halves or (), places, strict=bool(s.halves)))
             orders = [numbers[i, part] for part in range(len(places))]
             others = tuple(m.window.collective for m in s.bucket[1:])
-            for m in s.bucket or (s,):
+            for m in s.members:
                 bucket = others if m.number == i else ()
                 site = Split(m.window.collective, p.slot, p.release is not None, concurrent, halves, bucket)
                 own, saved = choice_of(s, places, m), saved_us(places) * share_of(m, s)

@@ -16,6 +16,7 @@
 #include "core/flight.h"
 #include "core/float8.h"
 #include "core/forward_uses.h"
+#include "core/published_calls.h"
 #include "core/registry.h"
 #include "core/settings.h"
 #include "cpu/shm_arena.h"
@@ -211,44 +212,6 @@ void check_peers(ShmArena& arena, const std::string& op, const std::string& site
         set_text(failure.op, op);
         set_text(failure.site, site);
         set_text(failure.phase, "STORE");
-        throw CallFailed(failure);
-    }
-}
-
-// Throws where a peer has published another site for the call that this rank has published in `slot`. Such a peer does not come
-// to what the ranks exchange before this call. On CUDA it waits on its device, which does not read what hosts publish. A peer
-// whose host is in a later call of the slot by now is not seen: its device finds out at its deadline.
-void check_site(Arena& arena, int slot) {
-    const CallDescriptor& own = arena.control(arena.rank())->calls[slot];
-    const uint64_t stamp = own.stamp.load(std::memory_order_acquire);
-    // The call of most ranks is the right one.
-    const auto votes_for = [&](uint64_t call) {
-        int votes = 0;
-        for (int rank = 0; rank < arena.ranks(); ++rank) {
-            const ControlBlock* block = arena.control(rank);
-            votes += block && block->calls[slot].stamp.load(std::memory_order_acquire) == call;
-        }
-        return votes;
-    };
-    for (int rank = 0; stamp != 0 && rank < arena.ranks(); ++rank) {
-        if (rank == arena.rank() || !arena.control(rank)) continue;  // null: not attached yet
-        const CallDescriptor& theirs = arena.control(rank)->calls[slot];
-        const uint64_t seen = theirs.stamp.load(std::memory_order_acquire);
-        if (epoch_of(seen) != epoch_of(stamp) || tag_of(seen) == tag_of(stamp)) continue;
-        const std::string op = theirs.op, site = theirs.site;
-        if (theirs.stamp.load(std::memory_order_acquire) != seen) continue;  // it is in a later call by now
-        if (op == own.op && site == own.site) continue;                      // other sizes: the exchange says which
-        Failure failure;
-        failure.code = FailureCode::site_mismatch;
-        failure.reporter = arena.rank();
-        failure.culprit = rank;
-        set_text(failure.op, own.op);
-        set_text(failure.site, own.site);
-        std::string got = op + " at site '" + site + "'", wanted = std::string(own.op) + " at site '" + own.site + "'";
-        if (votes_for(seen) > votes_for(stamp)) std::swap(got, wanted), std::swap(failure.reporter, failure.culprit);
-        set_text(failure.got, got);
-        set_text(failure.wanted, wanted);
-        arena.abort(failure);
         throw CallFailed(failure);
     }
 }

@@ -4,9 +4,9 @@
 #include <time.h>
 
 #include <algorithm>
-#include <map>
 #include <vector>
 
+#include "core/published_calls.h"
 #include "core/settings.h"
 #include "cpu/shm_arena.h"
 
@@ -36,7 +36,7 @@ Failure failure_at(const Call& call, const FlagWait& wait, FailureCode code, int
 
 // What a rank is doing at the epoch of `call`: the tag of its call, 0 where it has published none.
 uint32_t tag_at(const Call& call, int rank) {
-    const uint64_t stamp = call.arena->control(rank)->calls[call.slot()].stamp.load(std::memory_order_acquire);
+    const uint64_t stamp = published_stamp(*call.arena, rank, call.slot());
     return epoch_of(stamp) == static_cast<uint32_t>(call.epoch) ? tag_of(stamp) : 0;
 }
 
@@ -52,14 +52,7 @@ std::pair<int, int> find_odd_one(const Call& call, int peer) {
     wait_until(all_there, now_ns() + vote_ns, [&] {
         if (const Failure* failure = call.arena->aborted()) throw CallFailed(*failure);
     });
-    std::map<uint32_t, int> votes;
-    for (int r = 0; r < call.ranks; ++r) {
-        if (const uint32_t tag = tag_at(call, r)) ++votes[tag];
-    }
-    for (int r = 0; r < call.ranks; ++r) {
-        const uint32_t tag = tag_at(call, r);
-        if (tag != call.tag && votes[tag] > votes[call.tag] && tag == tag_at(call, peer)) return {call.rank, peer};
-    }
+    if (is_outvoted(*call.arena, peer, call.slot())) return {call.rank, peer};
     return {peer, call.rank};
 }
 

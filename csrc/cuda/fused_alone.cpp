@@ -31,10 +31,10 @@ FusedAlone::FusedAlone(int ranks) {
     check(cudaMallocHost(&failure, sizeof(WaitFailure)), "allocate the failure record");
     group_.failure = new (failure) WaitFailure{};
     memory_ = zeroed<char>(fused_memory_bytes(region, ranks) + region);
-    // Flag words of one source lie together: those that rank 0 writes at rank p are those that it reads of source p.
+    // What rank 0 writes at rank p are the words that it reads of source p.
     const int64_t source = max_pieces * static_cast<int64_t>(sizeof(uint64_t));
     shared_ = zeroed<char>(static_cast<int64_t>(sizeof(SharedState)) + flag_count(ranks) * 8 + ranks * source);
-    for (int r = 0; r < ranks; ++r) group_.shared[r] = reinterpret_cast<SharedState*>(shared_ + r * source);
+    for (int r = 0; r < ranks; ++r) group_.shared[r] = words_of_source(reinterpret_cast<SharedState*>(shared_), r);
     check(cudaDeviceSynchronize(), "clear memory of a group of one GPU");  // calls may be on streams that wait for no other
 }
 

@@ -18,11 +18,11 @@ namespace {
 // to peer p, it is rank R - p. The kernel pushes as rank 0. So the memory and the words of p begin further behind, by those of
 // R - p sources. After a failure the abort of peers lies there too, and they find it at their deadlines.
 void mirror(const Call& call, Group& group, std::vector<char*>& memory) {
-    const int64_t bytes = bytes_of_source(call), words = max_pieces * static_cast<int64_t>(sizeof(uint64_t));
+    const int64_t bytes = bytes_of_source(call);
     for (int peer = 1; peer < call.ranks; ++peer) {
         const int source = call.ranks - peer;
         memory[static_cast<size_t>(peer)] += source * bytes;
-        group.shared[peer] = reinterpret_cast<SharedState*>(reinterpret_cast<char*>(group.shared[peer]) + source * words);
+        group.shared[peer] = words_of_source(group.shared[peer], source);
     }
 }
 

@@ -74,6 +74,12 @@ struct Group {
     SharedState* shared[max_ranks];
 };
 
+// The state of a peer whose words begin further behind, by those of `source` ranks. Words of one source lie together
+// (flag_place): those that rank 0 writes there are those that the peer reads of `source`.
+inline SharedState* words_of_source(SharedState* shared, int source) {
+    return reinterpret_cast<SharedState*>(reinterpret_cast<uint64_t*>(shared) + int64_t{max_pieces} * source);
+}
+
 struct WaitWord {
     uint32_t place;  // index into the flag words of this rank
     uint16_t source, index;

@@ -49,16 +49,16 @@ def measure(
     whole, stored = [], []
     measured = [(-(-m // (16 * ranks)) * 16 * ranks, n, k) for m, n, k in shapes(world.cuda, quick)]
     for m, n, k in measured:
-        left, right = calls.tensor(m, k), calls.tensor(n, k).t()
+        left, right = _operands(calls, m, n, k)
         out = torch.empty(m, n, device=world.device, dtype=calls.dtype)
         whole.append(burst.us(lambda a=left, b=right, c=out: torch.mm(a, b, out=c), 4))
-        stored.append(_time_stores(burst, calls, (m, n, k), kernel_us))
+        stored.append(_time_stores(burst, calls, left, right, kernel_us))
         step("stores at peers", 2)
     whole, stored = world.worst(whole), world.worst(stored)
     for i, (m, n, k) in enumerate(measured):
         most = whole[i] + m * n * item * (ranks - 1) / ranks / (SLOWEST_LINK_GBS * 1e3)
         if stored[i] > OUTLIER * most:  # something has disturbed a rank
-            stored[i] = min(stored[i], *world.worst([_time_stores(burst, calls, (m, n, k), kernel_us)]))
+            stored[i] = min(stored[i], *world.worst([_time_stores(burst, calls, *_operands(calls, m, n, k), kernel_us)]))
     if world.cuda:
         session.check(calls.group)
     rates = []
@@ -71,17 +71,20 @@ def measure(
     }
 
 
-def _time_stores(burst: Burst, calls: Calls, shape: Shape, kernel_us: float) -> float:
-    """Return the microseconds of one shape's matmul with its stores, on this rank. Collective."""
-    m, n, k = shape
+def _operands(calls: Calls, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return calls.tensor(m, k), calls.tensor(n, k).t()
+
+
+def _time_stores(burst: Burst, calls: Calls, left: torch.Tensor, right: torch.Tensor, kernel_us: float) -> float:
+    """Return the microseconds of a matmul with its stores, on this rank. Collective."""
+    (m, k), n = left.shape, right.shape[1]
 
     def start_together() -> None:
         burst.load(2)
         if burst.together:
             burst.together()
 
-    call = _call(calls, calls.tensor(m, k), calls.tensor(n, k).t(), f"calibrate/direct {m} {n} {k}")
-    traces = calls.traces(call, before=start_together)
+    traces = calls.traces(_call(calls, left, right, f"calibrate/direct {m} {n} {k}"), before=start_together)
     return max(0.2, spans(traces, "COMPUTE", "matmul") - (kernel_us if burst.world.cuda else 0.0))
 
 

@@ -68,11 +68,9 @@ def run(world: CalibrationWorld, base: dict[str, Any], quick: bool = False, sour
             made["attention"] = rates
         rows = matmuls.measure(world, burst, progress, quick, MATMULS_UNTIL_S)
         if rows:
-            made["matmuls"] = [list(row) for row in rows]
-            _set_layout_factors(made)
+            _set_matmuls(made, rows)
             fitted = fit_rates(Profile.from_json(json.dumps(_rounded(made)), "this calibration"))
-            made["matmuls"] = [list(row) for row in matmuls.measure_again(world, burst, progress, rows, fitted)]
-            _set_layout_factors(made)
+            _set_matmuls(made, matmuls.measure_again(world, burst, progress, rows, fitted))
     progress.step("done", total)
     progress.close()
     made["holes"] = list(world.holes)
@@ -156,8 +154,9 @@ def _source_of_other_sizes(made: dict[str, Any], base: dict[str, Any], ranks: in
     return f"; collectives of {', '.join(map(str, others))} ranks from profile {base['name']}" if others else ""
 
 
-def _set_layout_factors(made: dict[str, Any]) -> None:
-    """Set the time of other layouts relative to "nt", from pairs of the same shape."""
+def _set_matmuls(made: dict[str, Any], rows: list[tuple[Any, ...]]) -> None:
+    """Set the matmuls, and the time of other layouts relative to "nt", from pairs of the same shape."""
+    made["matmuls"] = [list(row) for row in rows]
     times = {(layout, dtype, *shape): us for layout, dtype, *shape, us in made["matmuls"]}
     for layout in ("nn", "tn"):
         pairs = [us / times[("nt", *rest)] for (own, *rest), us in times.items() if own == layout and ("nt", *rest) in times]

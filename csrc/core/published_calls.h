@@ -1,0 +1,22 @@
+// What ranks publish of their calls in control blocks (CallDescriptor), compared.
+#pragma once
+
+#include <cstdint>
+
+#include "core/arena.h"
+
+namespace ub_overlap {
+
+// Epoch and tag of the last call that `rank` has published in `slot`; 0 without any, or where the rank is not attached yet.
+uint64_t published_stamp(Arena& arena, int rank, int slot);
+
+// Whether more ranks have published the call of `peer` in `slot` than that of this rank, of the same epoch. The call of most
+// ranks is the right one.
+bool is_outvoted(Arena& arena, int peer, int slot);
+
+// Throws CallFailed where a peer has published another site for the call that this rank has published in `slot`. Such a peer
+// does not come to what the ranks exchange before this call. On CUDA it waits on its device, which does not read what hosts
+// publish. A peer whose host is in a later call of the slot by now is not seen: its device finds out at its deadline.
+void check_site(Arena& arena, int slot);
+
+}  // namespace ub_overlap
