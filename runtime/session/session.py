@@ -126,8 +126,9 @@ class Session:
         doing = f"a call that needs {needed} bytes of landing area"
         try:
             arena.grow_begin(size, slot)
-            own = {"address": arena.data_address, "size": size, "needed": needed}
+            own = {"op": op, "site": site, "address": arena.data_address, "size": size, "needed": needed}
             segments = exchange.gather(f"grow/{self._growths}", own, "step", doing, lambda: self._check_call(slot))
+            _check_calls(exchange, segments)
             for rank, segment in enumerate(segments):
                 if segment["needed"] != needed:
                     raise _size_mismatch(exchange, rank, segment["needed"], needed)
@@ -159,8 +160,9 @@ class Session:
             return
         self._area_exchanges += 1
         doing = f"a site's first all_to_all, whose areas need {needed} bytes here"
-        own = {"needed": needed}
+        own = {"op": op, "site": site, "needed": needed}
         needs = exchange.gather(f"areas/{self._area_exchanges}", own, "step", doing, lambda: self._check_call(slot))
+        _check_calls(exchange, needs)
         largest = max(int(need["needed"]) for need in needs)
         if largest > arena.bytes_of_slot(slot):
             self.grow(largest, op, site, slot)
@@ -265,6 +267,28 @@ def _name_of_slot(slot: int) -> str:
     if slot < SLOTS:
         return ""
     return f" of split slot {slot - SLOTS}" if slot < FUSED_SLOT else " of fused collectives"
+
+
+def _check_calls(exchange: Exchange, records: Sequence[dict[str, Any]]) -> None:
+    """Raise SiteMismatchError where the ranks exchanged sizes for different calls. `records`: the op and site of each rank's.
+
+    The rank with fewer others at its call is the culprit.
+    """
+    calls = [(record["op"], record["site"]) for record in records]
+    own = calls[exchange.rank]
+    for rank, theirs in enumerate(calls):
+        if theirs == own:
+            continue
+        sides = [(rank, theirs), (exchange.rank, own)]
+        (culprit, got), (reporter, expected) = sides[::-1] if calls.count(theirs) > calls.count(own) else sides
+        raise errors.SiteMismatchError(
+            f"ranks {reporter} and {culprit} are at different sites",
+            ranks=(culprit,),
+            where=f"{exchange.op} at site '{exchange.site}', group '{exchange.group}'",
+            got=f"rank {culprit}: {got[0]} at site '{got[1]}'",
+            expected=f"rank {reporter}: {expected[0]} at site '{expected[1]}'",
+            fix="make all ranks of a group run the same sequence of ops; look for rank-dependent control flow",
+        )
 
 
 def _size_mismatch(exchange: Exchange, rank: int, got: int, expected: int) -> errors.ShapeMismatchError:

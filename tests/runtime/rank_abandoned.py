@@ -136,8 +136,9 @@ def one_holds_its_exception(rank: int, world: int, strategy: str) -> dict[str, A
 
 
 def others_left(rank: int, world: int, strategy: str) -> dict[str, Any]:
-    """The ranks leave different collectives open in one slot."""
+    """The ranks leave different collectives open in one slot, whose landing memory has its size from a call before."""
     name, shard = fresh(world), data(4, 3, seed=rank)
+    whole(name, "all_gather", shard, 0, site="/first", strategy=strategy)
     leave(lambda: start(name, "all_gather", shard, site=f"/left.{rank}", strategy=strategy))
     found = attempt(lambda: start(name, "all_gather", shard, site="/next", strategy=strategy))
     dist.barrier()

@@ -273,6 +273,15 @@ def other_order(rank: int, world: int, same_slot: bool, step_s: float) -> dict[s
         return found
 
 
+def other_site_grows(rank: int, world: int, same_slot: bool) -> dict[str, Any]:
+    """The last rank is at another site when the slot of a first start gets its landing memory. The sizes are equal."""
+    name, shard = fresh(world), data(4, 4, seed=rank)
+    number = int(rank == world - 1)
+    found = attempt(lambda: start(name, "all_gather", shard, 0 if same_slot else number, site=f"/order.{number}"))
+    dist.barrier()
+    return found
+
+
 def dies_between(rank: int, world: int, step_s: float) -> dict[str, Any]:
     """Rank 1 ends between the start and the finish of an all_reduce, whose second phase needs it."""
     name, shard = fresh(world), data(4, 4, seed=rank)

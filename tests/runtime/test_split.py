@@ -94,6 +94,14 @@ def test_another_order_in_one_slot(pools: dict[int, RankPool]) -> None:
         assert found["seconds"] < 25, "a mismatch needs no deadline"
 
 
+@pytest.mark.parametrize("same_slot", [True, False])
+def test_another_site_when_memory_grows(pools: dict[int, RankPool], same_slot: bool) -> None:
+    """Equal sizes do not hide it: all ranks name the one at another site, at once."""
+    for found in pools[3].run(rank_split.other_site_grows, same_slot):
+        assert (found["error"], found["ranks"]) == ("SiteMismatchError", (2,)), found
+        assert "/order.0" in found["text"] and "/order.1" in found["text"] and found["seconds"] < 20, found
+
+
 def test_another_order_of_two_slots(pools: dict[int, RankPool]) -> None:
     for found in pools[2].run(rank_split.other_order, False, STEP):
         assert found["error"] == "PeerTimeoutError", found
