@@ -2,14 +2,14 @@
 # Measure what the GPUs of this host allow, with one rank on each: ops and blocks, float8 MLPs, decode, data, context, expert and
 # pipeline parallelism, memory kernels. With two GPUs also ops and blocks of 4 and 8 ranks, in mirror mode.
 #
-#     benchmarks/measure.sh OUT [PART...]     parts: memory ops blocks mlp dp dp_hosts dp_rivals dp_tp concurrent pp cp
-#                                             cp_causal ep decode decode_layers
+#     benchmarks/measure.sh OUT [PART...]     parts: memory ops blocks mlp dp dp_hosts dp_rivals dp_step dp_tp dp_hsdp
+#                                             concurrent pp cp cp_causal ep decode decode_layers
 #                                             and with two GPUs ops4 ops8 blocks4 blocks8 decode4 decode8
 #
-# Default: all but dp_hosts (data parallelism over NCCL, as across hosts), dp_rivals (against other systems), dp_tp (with
-# tensor parallelism, on 4 GPUs or more), concurrent (a matmul next to a split collective), cp, cp_causal and ep (context and
-# expert parallelism), decode4, decode8 and decode_layers. Every part has a time limit; those of the default parts add up to 24 minutes with two
-# GPUs, else to 16.
+# Default: all but dp_hosts (data parallelism over NCCL, as across hosts), dp_rivals (against other systems), dp_step (the whole
+# step in one graph), dp_tp and dp_hsdp (with tensor parallelism, and with replicas of the shards, on 4 GPUs or more), concurrent
+# (a matmul next to a split collective), cp, cp_causal and ep (context and expert parallelism), decode4, decode8 and
+# decode_layers. Every part has a time limit; those of the default parts add up to 24 minutes with two GPUs, else to 16.
 # JSON files, and the output of all parts in log.txt, are in OUT. Tables are printed last.
 set -u
 shopt -s nullglob
@@ -64,6 +64,9 @@ for name in ${*:-memory $mirrored ops blocks mlp dp pp decode}; do
     dp_rivals) ranks dp_rivals 300 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --budget-s 240 \
         --variants compute,inductor,inductor_overlap,inductor_symm,fsdp2,fsdp2_ours,ddp,ddp_ours,ours \
         --ours 'auto={}' --ours 'zero3={"memory_budget":0}' ;;
+    dp_step) ranks dp_step 200 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --graphs --budget-s 150 \
+        --variants compute,inductor,step,step_ours,ours --ours 'ours={}' ;;
+    dp_hsdp) ranks dp_hsdp 300 benchmarks.data_parallel --replicas 2 --layers 4 --iters 10 --warm 3 --graphs --budget-s 240 ;;
     dp_tp) ranks dp_tp 300 benchmarks.data_parallel --tp 2 --layers 4 --iters 10 --warm 3 --waterfall --budget-s 240 ;;
     concurrent) ranks concurrent 240 benchmarks.concurrent_matmul ;;
     dp) ranks dp 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --waterfall --budget-s 100 ;;

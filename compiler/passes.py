@@ -37,6 +37,7 @@ from .graph.dtensor_sizes import sizes_by_placeholder
 from .graph.functional_copies import drop_copies
 from .graph.graph_inputs import GraphInputs
 from .graph.joint_graph import drop_unread
+from .graph.repeated_waits import drop_repeated_waits
 from .graph.source_location import calling_line
 from .graph.traced_graph import is_planned
 from .joint.activation_memory import apply_save_policy
@@ -113,6 +114,7 @@ class JointPass(_Pass):
     """Decompose, merge and reorder collectives, insert and hoist float8 casts, and apply the memory budget."""
 
     def __call__(self, graph: Graph) -> None:
+        drop_repeated_waits(graph)
         reforms = self._may_reform
         merges = reforms and may_merge(graph)
         has_float8 = bool(graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))
@@ -191,11 +193,12 @@ def _insert_config(graph: Graph, options: Options, policy: Policy, inputs: Graph
 
 
 def prepare_sites(graph: Graph, options: Options, parameters: Collection[Node] | None) -> None:
-    """Change a graph before its sites are found: drop copies, pair exchanges, and move independent nodes into narrow windows.
+    """Change a graph before its sites are found: drop waits and copies, pair exchanges, and widen narrow windows.
 
     `parameters`: as in `Window.is_at_the_edge`.
     """
     drop_unread(graph)
+    drop_repeated_waits(graph)
     drop_copies(graph)
     policy = Policy.of(options)
     pair_exchanges(graph, policy)

@@ -24,9 +24,11 @@ from benchmarks.data_parallel.inductor_options import (
     inductor_options,
 )
 from benchmarks.data_parallel.table import text
+from benchmarks.data_parallel.variants import STEPS
 from benchmarks.parallel.table import hidden, row_text
 from tests.harness.ranks import RankPool
 from tests.test_benchmarks import FACTS, printed, torchrun
+from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.tools.planner.models import shard_parameters
 from ub_overlap.tools.rank_process import World
 
@@ -52,19 +54,21 @@ def test_data_parallel_on_cpu_ranks(
         "--graphs",
         "--forward",
     ]
-    arguments += ["--variants", "compute,inductor,inductor_overlap,fsdp2,fsdp2_ours,ddp,ddp_ours,ours"]
+    arguments += ["--variants", "compute,inductor,inductor_overlap,fsdp2,fsdp2_ours,ddp,ddp_ours,step,step_ours,ours"]
     out = torchrun(2, "benchmarks.data_parallel", [*arguments, "--ours", split, "--ours", 'off={"overlap": "off"}'])
     document: dict[str, Any] = json.loads(path.read_text())
     assert document.keys() >= FACTS and document["benchmark"] == "data_parallel"
     (size,) = document["rows"]
     variants = size["variants"]
-    names = ["compute", "inductor", "inductor_overlap", "fsdp2", "fsdp2_ours", "ddp", "ddp_ours", "split", "off"]
+    hooked = ["fsdp2", "fsdp2_ours", "ddp", "ddp_ours"]
+    names = ["compute", "inductor", "inductor_overlap", *hooked, "step", "step_ours", "split", "off"]
     assert list(variants) == names
     assert "inductor_overlap needs --compiler inductor, not aot_eager" in variants.pop("inductor_overlap")["why"]["*"]
     for name, variant in variants.items():
-        assert variant["step"] > 0 and variant["forward"] > 0, name
+        assert variant["step"] > 0 and (variant.get("forward", 0) > 0) == (name not in STEPS), name
         assert variant["why"] == {"step_g": "needs CUDA"}
-    assert all(0 <= variants[name]["error"] < 1e-3 for name in ("fsdp2_ours", "ddp", "ddp_ours"))
+    assert all(0 <= variants[name]["error"] < 1e-3 for name in ("fsdp2_ours", "ddp", "ddp_ours", *STEPS))
+    assert variants["step_ours"]["sites"] == "36 none", "these sites are tiny"
     assert variants["split"]["sites"] == "36 split" and variants["off"]["sites"] == "36 none"
     assert 0 <= variants["split"]["error"] < 1e-3
     assert "tiny, 2 layers, 32 tokens" in printed(path, capsys, monkeypatch) and "36 split" in out
@@ -97,6 +101,30 @@ def test_with_tensor_parallelism(pool4: RankPool) -> None:
     assert all(0 <= variants[name]["error"] < 1e-3 for name in overrides)
     assert [variants[name]["sites"] for name in overrides] == ["20 none, 8 pipelined", "8 none, 20 split"]
     assert "tiny, 1 layers, 32 tokens, TP 2" in text(document)
+
+
+def measure_with_replicas(rank: int, world: int) -> tuple[dict[str, Any], list[int]]:
+    """Return the document of a run of 2 replicas of shards over 2 ranks, and by plan how many all_reduces were moved."""
+    tiny = ["--size", "tiny", "--layers", "1", "--seq", "32", "--iters", "1", "--warm", "1", "--replicas", "2"]
+    forced = ["--ours", 'ours={"overlap": "force"}', "--ours", 'scatter_first={"overlap": "force", "scatter_first": true}']
+    args = parse_flags([*tiny, "--variants", "compute,inductor,fsdp2,fsdp2_ours,step,step_ours,ours", *forced])
+    group: Any = dist.group.WORLD
+    here = World(rank, world, torch.device("cpu"), group.group_name, dist.new_group(backend="gloo"))
+    run = DataParallelRun(args, here, {"rows": []}, text)
+    mark = HISTORY.mark()
+    run.measure()
+    return run.document, [sum(bool(d.reordered) for d in plan.decisions) for plan in HISTORY.since(mark)]
+
+
+def test_with_replicas(pool4: RankPool) -> None:
+    """All gradients are summed over the replicas: 9 weights, an all_reduce each."""
+    document, moved = pool4.run(measure_with_replicas)[0]
+    variants = document["rows"][0]["variants"]
+    assert list(variants) == ["compute", "inductor", "fsdp2", "fsdp2_ours", "step", "step_ours", "ours", "scatter_first"]
+    assert all(v["step"] > 0 and not v["why"] for v in variants.values()), variants
+    assert all(0 <= variants[name]["error"] < 1e-3 for name in ("fsdp2_ours", *STEPS, "ours", "scatter_first"))
+    assert moved[-1] == 9 and not any(moved[:-1]), "the backward of scatter_first is the last plan"
+    assert "tiny, 1 layers, 32 tokens, 2 replicas" in text(document)
 
 
 @pytest.mark.parametrize("arguments", [["--variants", "ddp,ddp_ours"], ["--variants", "nonsense"]])

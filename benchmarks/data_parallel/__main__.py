@@ -10,6 +10,8 @@ take. Peak memory: of a step, over what is allocated before it. Landing memory i
 and it has a column of its own. With {"verify": true} in its options a variant prints the largest error of its sites against the
 plain collectives; its times mean nothing.
 --hosts N declares the ranks to be on N hosts: variants of ours then split collectives over c10d (NCCL), as across hosts.
+--replicas N shards the weights over an Nth of the ranks only (hybrid sharding); by default compute, inductor, fsdp2,
+fsdp2_ours, ours, and ours with the all_reduces behind the reduce_scatters, as in FSDP2: scatter_first.
 --tp N adds tensor parallelism over N ranks: by default compute, inductor, fsdp2, ours, and ours with the collectives of one
 kind of parallelism left alone: tp_only, dp_only.
 --waterfall shows where the step of each variant spends its time, by class of kernel, against compute.
@@ -40,6 +42,7 @@ from .variants import (
     FSDP2_SYMM,
     HOOKED,
     RIVALS,
+    STEPS,
     TORCH,
     ParallelContext,
     make,
@@ -63,27 +66,33 @@ OURS_WITH_TP: dict[str, dict[str, Any]] = {
 }
 
 
+OURS_WITH_REPLICAS: dict[str, dict[str, Any]] = {"ours": {}, "scatter_first": {"scatter_first": True}}
+
+
 def parse_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="8b", help=f"comma-separated, of {', '.join(SIZES)}")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq", type=int, default=4096, help="tokens of a sequence; batch 1 for each rank of data parallelism")
     parser.add_argument("--tp", type=int, default=1, help="ranks of tensor parallelism (default: none)")
+    parser.add_argument("--replicas", type=int, default=1, help="replicas of the shards (default: one)")
     parser.add_argument("--variants", help="default: compute,inductor,fsdp2 and those of ours")
     parser.add_argument("--hosts", type=int, default=0, help="hosts that the ranks count as (0: the true ones)")
     add_graph_flags(parser)
     add_run_flags(parser)
     args = parser.parse_args(arguments)
-    args.options = options_of(args.ours, OURS_WITH_TP if args.tp > 1 else OURS)
+    default_of_ours = OURS_WITH_TP if args.tp > 1 else OURS_WITH_REPLICAS if args.replicas > 1 else OURS
+    args.options = options_of(args.ours, default_of_ours)
     default = (*TORCH, *(() if args.tp > 1 else (FSDP2_OURS,)), *args.options)
     names = (args.variants or ",".join(default)).split(",")
     args.variants = [*dict.fromkeys(n for name in names for n in (args.options if name == "ours" and args.ours else [name]))]
     known = (*TORCH, *RIVALS, *args.options)
     if unknown := [*({*args.variants} - {*known}), *({*args.size.split(",")} - {*SIZES})]:
         parser.error(f"{', '.join(unknown)}: expected sizes of {', '.join(SIZES)} and variants of {', '.join(known)}")
-    if args.tp > 1 and (replicated := {DDP, DDP_OURS} & {*args.variants}):
+    if args.tp * args.replicas > 1 and (whole := {DDP, DDP_OURS} & {*args.variants}):
         parser.error(
-            f"{', '.join(sorted(replicated))}: DDP takes no weights of tensor parallelism, expected none with --tp {args.tp}"
+            f"{', '.join(sorted(whole))}: DDP takes no weights of tensor parallelism and no replicas of shards, "
+            f"expected none with --tp {args.tp} --replicas {args.replicas}"
         )
     if FSDP2_SYMM in args.variants and {FSDP2_OURS, DDP_OURS, *args.options} & {*args.variants}:
         parser.error(f"{FSDP2_SYMM} sets torch's symmetric memory to NCCL's for the whole process: run it without ours")
@@ -94,8 +103,9 @@ class DataParallelRun(ParallelRun):
     """One run over all sizes."""
 
     def measure(self) -> None:
-        dp = self.world.ranks // self.args.tp
-        self.mesh = init_device_mesh(self.world.device.type, (dp, self.args.tp), mesh_dim_names=("dp", "tp"))
+        replicas, tp = self.args.replicas, self.args.tp
+        sizes = (replicas, self.world.ranks // (replicas * tp), tp)
+        self.mesh = init_device_mesh(self.world.device.type, sizes, mesh_dim_names=("replicas", "dp", "tp"))
         for size in self.args.size.split(","):
             self.size(size)
             self.save()
@@ -104,7 +114,7 @@ class DataParallelRun(ParallelRun):
         args, world = self.args, self.world
         sizes = (SIZES[size], args.seq, args.layers)
         context = ParallelContext(world, self.mesh, *sizes, self.dtype, self.compiler, args.options)
-        row = self.add_row(size=size, layers=args.layers, seq=args.seq, tp=args.tp)
+        row = self.add_row(size=size, layers=args.layers, seq=args.seq, tp=args.tp, replicas=args.replicas)
         variants = self.compile_all(row, lambda name: make(name, context))
         self.compare(variants, row)
         self.time_all(variants, row)
@@ -121,7 +131,7 @@ class DataParallelRun(ParallelRun):
         ours = [n for n in variants if n in self.args.options]
         first_of_ours = variants[ours[0]] if ours else None
         reference = variants.get(INDUCTOR) or (variants.get(COMPUTE) if self.args.tp == 1 else first_of_ours)
-        same = {FSDP2: (FSDP2_OURS, FSDP2_SYMM), DDP: (DDP_OURS,), INDUCTOR: (*INDUCTOR_RIVALS, DDP)}
+        same = {FSDP2: (FSDP2_OURS, FSDP2_SYMM), DDP: (DDP_OURS,), INDUCTOR: (*INDUCTOR_RIVALS, DDP, *STEPS)}
         for first, names in same.items():
             if first in variants:
                 self.compare_with(first, [n for n in names if n in variants], variants, row)
@@ -145,8 +155,12 @@ def main() -> None:
     args = parse_flags()
 
     def prepare(world: World) -> None:
-        if world.ranks % args.tp or (args.tp > 1 and world.ranks == args.tp):
-            sys.exit(f"benchmarks.data_parallel: --tp {args.tp}: expected a divisor of the {world.ranks} ranks, less than them")
+        others = args.tp * args.replicas
+        if world.ranks % others or (others > 1 and world.ranks == others):
+            sys.exit(
+                f"benchmarks.data_parallel: --tp {args.tp} --replicas {args.replicas}: expected that their product divides the "
+                f"{world.ranks} ranks, and is less"
+            )
         if args.hosts:
             settings.configure(hosts=str(world.ranks // args.hosts))
 

@@ -19,6 +19,7 @@ def text(document: dict[str, Any], style: str = "simple") -> str:
     for size in document["rows"]:
         title = f"{size['size']}, {size['layers']} layers, {size['seq']} tokens"
         title += f", TP {size['tp']}" if size.get("tp", 1) > 1 else ""
+        title += f", {size['replicas']} replicas" if size.get("replicas", 1) > 1 else ""
         parts.append(row_text(title, size, style, BASELINE, lambda name: BASELINE))
         parts.extend(waterfall.section(size, f"{size['layers']} layers", style))
     return "\n\n".join(parts) or "no rows"

@@ -10,9 +10,14 @@
     fsdp2_symm         the same with set_symm_mem_for_comm, where torch has it; not in one run with ours, whose memory it breaks
     ddp                DistributedDataParallel around the model, each block compiled
     ddp_ours           the same with ub_overlap.ddp.install
+    step               the whole step of inductor, traced as one graph by make_fx and compiled by Inductor
+    step_ours          the same, with ub_overlap.apply_passes in front of Inductor
     others             as inductor, by our backend with the options of that name
 
 Weights are sharded by rows; those of DDP are whole. All ranks have the same weights and inputs of their own.
+
+With replicas (hybrid sharding) weights are sharded over the ranks of "dp" and equal over those of "replicas", which sum their
+gradients: in the graph in front of the reduce_scatter, as DTensor does, in FSDP2 behind it.
 
 With tensor parallelism a weight is the part of its rank of "tp", and sharded over the ranks of "dp". compute then has views in
 place of the collectives of both.
@@ -40,6 +45,7 @@ from ub_overlap.tools.rank_process import World
 from ..blocks.model import BlockSizes, LlamaBlock, compute_only, fresh_code, parallel_block
 from ..parallel.variant import COMPUTE, INDUCTOR, ParallelVariant, backend
 from .inductor_options import INDUCTOR_RIVALS, INDUCTOR_SYMM, count_grouped_heads, count_low_contention, inductor_options
+from .traced_step import TracedStep
 
 FSDP2, FSDP2_OURS, FSDP2_SYMM = "fsdp2", "fsdp2_ours", "fsdp2_symm"
 TORCH = (COMPUTE, INDUCTOR, FSDP2)
@@ -48,7 +54,9 @@ SHARDED = (FSDP2, FSDP2_OURS, FSDP2_SYMM)
 DDP, DDP_OURS = "ddp", "ddp_ours"
 HOOKED = (*SHARDED, DDP, DDP_OURS)
 """Variants that communicate in hooks, outside of the graphs."""
-RIVALS = (*INDUCTOR_RIVALS, FSDP2_OURS, FSDP2_SYMM, DDP, DDP_OURS)
+STEPS = ("step", "step_ours")
+"""Variants whose step is one graph."""
+RIVALS = (*INDUCTOR_RIVALS, FSDP2_OURS, FSDP2_SYMM, DDP, DDP_OURS, *STEPS)
 """Variants next to those of TORCH, of ours by options, that have names of their own."""
 
 
@@ -56,7 +64,7 @@ RIVALS = (*INDUCTOR_RIVALS, FSDP2_OURS, FSDP2_SYMM, DDP, DDP_OURS)
 class ParallelContext:
     """What all variants share. `compiler`: "inductor" or "aot_eager". `ours`: name -> options of our backend.
 
-    `mesh`: of "dp" and "tp". `tokens`: of each sequence, which the ranks of "tp" share.
+    `mesh`: of "replicas", "dp" and "tp". `tokens`: of each sequence, which the ranks of "tp" share.
     """
 
     world: World
@@ -81,15 +89,19 @@ def make(name: str, context: ParallelContext) -> ParallelVariant:
     if name in HOOKED:
         for block in model.children():
             block.compile(**arguments)
-        call = _with_hooks(model, name, context.mesh["dp"])
+        call = _with_hooks(model, name, context.mesh)
     else:
         if name != COMPUTE:
-            shard_parameters(model, context.mesh["dp"].size(), context.mesh["dp"].get_group())
+            replicas = context.mesh["replicas"]
+            others = replicas.get_group().group_name if replicas.size() > 1 else None
+            shard_parameters(model, context.mesh["dp"].size(), context.mesh["dp"].get_group(), others)
         call = torch.compile(model, fullgraph=True, **arguments)
     torch.manual_seed(100 + world.rank)
     shape = (1, context.tokens // context.mesh["tp"].size(), context.sizes.dim)
     x, grad = (torch.randn(shape, device=world.device, dtype=context.dtype) for _ in range(2))
     settings = arguments["options"] if name in INDUCTOR_RIVALS else {}
+    if name in STEPS:
+        return TracedStep.of(name, model, x, grad, context.compiler).first_step(world)
     variant = ParallelVariant(name, model, call, x.requires_grad_(), grad, settings=settings).first_step(world)
     if name == INDUCTOR_SYMM:
         variant.sites = f"{count_low_contention(variant.step)} low-contention"
@@ -117,6 +129,7 @@ def _with_hooks(model: nn.Module, name: str, mesh: DeviceMesh) -> nn.Module:
         if name == DDP_OURS:
             ub_overlap.ddp.install(replicated)
         return replicated
+    mesh = mesh["replicas", "dp"] if mesh["replicas"].size() > 1 else mesh["dp"]
     for block in model.children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -65,7 +65,8 @@ class ParallelRun(VariantRun):
     def time_all(self, variants: dict[str, ParallelVariant], row: dict[str, Any]) -> None:
         """Time the steps of all variants, and their forwards with --forward."""
         for kind in ("step", "forward") if self.args.forward else ("step",):
-            self.rounds({f"{name} {kind}": getattr(v, kind) for name, v in variants.items()}, row["variants"])
+            calls = {name: getattr(v, kind) for name, v in variants.items() if kind == "step" or v.has_forward}
+            self.rounds({f"{name} {kind}": call for name, call in calls.items()}, row["variants"])
 
     def take_apart(
         self, variants: dict[str, ParallelVariant], row: dict[str, Any], uncaptured: Mapping[str, str] | None = None

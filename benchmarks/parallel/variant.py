@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ COMPUTE, EAGER, INDUCTOR = "compute", "eager", "inductor"
 @dataclass
 class ParallelVariant:
     """A model with its input. `sites`: by strategy, how our backend runs its collectives."""
+
+    has_forward: ClassVar[bool] = True
+    """Whether its forward can run alone."""
 
     name: str
     model: nn.Module

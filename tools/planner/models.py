@@ -111,17 +111,36 @@ class Blocks(nn.Module):
         return x
 
 
-class ShardedParameter(nn.Module):
-    """This rank's share of the rows of a parameter. It gathers the others where the parameter is used (ZeRO-3)."""
+class _SummedGradient(torch.autograd.Function):
+    """A whole weight whose gradient is summed over its replicas, in front of the reduce_scatter, as DTensor does."""
 
-    def __init__(self, whole: Any, ranks: int, group: Any) -> None:
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, replicas: str) -> Tensor:
+        ctx.replicas = replicas
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        c10d = torch.ops._c10d_functional
+        return c10d.wait_tensor(c10d.all_reduce(gradients[0], "sum", ctx.replicas)), None
+
+
+class ShardedParameter(nn.Module):
+    """This rank's share of the rows of a parameter. It gathers the others where the parameter is used (ZeRO-3).
+
+    `replicas`: the name of the group of the ranks with the same share, if there are several (hybrid sharding).
+    """
+
+    def __init__(self, whole: Any, ranks: int, group: Any, replicas: str | None = None) -> None:
         super().__init__()
         self.shard = nn.Parameter(_local(whole).detach().chunk(group.size())[group.rank()].clone())
-        self._group = group
+        self._group, self._replicas = group, replicas
         self._mesh, self._placements = (whole.device_mesh, whole.placements) if isinstance(whole, DTensor) else (None, ())
 
     def forward(self) -> Any:
         whole: Any = gather_weight(self.shard, 0, self._group)
+        if self._replicas is not None:
+            whole = _SummedGradient.apply(whole, self._replicas)
         return whole if self._mesh is None else DTensor.from_local(whole, self._mesh, self._placements, run_check=False)
 
 
@@ -152,14 +171,17 @@ def _parameters(module: nn.Module) -> tuple[Any, Any]:
     return weight, bias if bias is not None else getattr(module, "bias", None)
 
 
-def shard_parameters(module: nn.Module, ranks: int, group: Any) -> None:
-    """Shard the weights and biases of all linears and norms over `ranks`. Routers, and biases of fewer elements, stay whole."""
+def shard_parameters(module: nn.Module, ranks: int, group: Any, replicas: str | None = None) -> None:
+    """Shard the weights and biases of all linears and norms over `ranks`. Routers, and biases of fewer elements, stay whole.
+
+    `replicas`: as of ShardedParameter.
+    """
     for name, child in list(module.named_modules()):
         if type(child) in _SHARDED and not name.endswith("router"):
             for own in ("weight", "bias"):
                 whole = getattr(child, own, None)
                 if whole is not None and (own == "weight" or _local(whole).shape[0] % ranks == 0):
-                    setattr(child, f"sharded_{own}", ShardedParameter(whole, ranks, group))
+                    setattr(child, f"sharded_{own}", ShardedParameter(whole, ranks, group, replicas))
                     delattr(child, own)
             child.__class__ = _SHARDED[type(child)]
 
