@@ -6,6 +6,10 @@ counts as a reader, so the local gradient seems to be needed next to the average
     mm -> new_empty_strided -> copy -> div -> all_reduce -> wait        mm -> div -> all_reduce -> wait -> output
                                  \\______________________________|
                                      copy -> output
+
+`dist.all_gather` copies each shard into a tensor of its list, which programs join again::
+
+    all_gather -> wait -> slice, slice -> copy, copy -> cat         all_gather -> wait -> slice, slice -> cat
 """
 
 from __future__ import annotations
@@ -16,15 +20,21 @@ from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 
-from .aten import alias_base, aten, shape_of, tensor_of
+from .aten import alias_base, aten, is_mutable, shape_of, tensor_of
 from .erase import erase_unread
 from .sizes import as_sizes, is_same_shape
 
+_EMPTY = {
+    aten.new_empty_strided.default, aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default,
+    aten.empty_strided.default,
+}  # fmt: skip
+
 
 def drop_copies(graph: Graph) -> int:
-    """Replace each copy by its source where both have one layout and nothing else reads the source's memory.
+    """Replace each copy by its source where both have one layout, and where nothing can tell the two memories apart.
 
-    Return the number of copies. Other readers might write the memory, or return it as a second result.
+    Return the number of copies. Nothing else may read the source's memory, since it might write it, or return it as a second
+    result. Or all that reads the copy joins it with others, which copies it again.
     """
     dropped = 0
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
@@ -32,13 +42,25 @@ def drop_copies(graph: Graph) -> int:
         if not (isinstance(source, Node) and isinstance(target, Node) and _has_layout_of(node, source)):
             continue
         templates = [user for user in source.users if user.target is aten.new_empty_strided.default]
-        if not _is_read_once(source, {node, *templates}):
+        if not _is_read_once(source, {node, *templates}) and not (target.target in _EMPTY and _is_only_joined(node)):
             continue
         node.replace_all_uses_with(source)
         graph.erase_node(node)
-        erase_unread(graph, [n for n in (*templates, target) if n.target is aten.new_empty_strided.default])
+        erase_unread(graph, [n for n in (*templates, target) if n.target in _EMPTY])
         dropped += 1
     return dropped
+
+
+def _is_only_joined(node: Node) -> bool:
+    """Return whether all readers join `node` with other tensors, with no write to any memory before the last of them."""
+    if not node.users or any(user.target is not aten.cat.default for user in node.users):
+        return False
+    last, step = max(node.users), node
+    while step is not last:
+        step = step.next
+        if is_mutable(step):
+            return False
+    return True
 
 
 def _has_layout_of(node: Node, source: Node) -> bool:

@@ -90,7 +90,36 @@ def broadcast(a: Tensor, b: Tensor) -> Tensor:
     return COPY(EMPTY(row, [4, 5], [5, 1]), row)
 
 
-@pytest.mark.parametrize("make", [read_twice, view_read_twice, input_copied, other_strides, other_dtype, broadcast])
+def test_shards_that_are_joined_again() -> None:
+    """As dist.all_gather leaves them: copies into tensors of a list, which only a cat reads."""
+
+    def joined(a: Tensor, b: Tensor) -> Tensor:
+        product = a @ b
+        return torch.cat([COPY(torch.empty(2, 5), product[begin : begin + 2]) for begin in (0, 2)], 1)
+
+    graph, dropped = chain(joined)
+    assert dropped == 2
+    assert not [n for n in graph.nodes if n.target is COPY or "empty" in n.name]
+
+
+def joined_and_returned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    copied = COPY(torch.empty(4, 6), a[:, :])
+    return copied, torch.cat([copied, a])
+
+
+def written_before_it_is_joined(a: Tensor, b: Tensor) -> Tensor:
+    copied = COPY(torch.empty(4, 6), a[:, :])
+    a.mul_(2)
+    return torch.cat([copied, a])
+
+
+LOOKALIKES = [
+    read_twice, view_read_twice, input_copied, other_strides, other_dtype, broadcast, joined_and_returned,
+    written_before_it_is_joined,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", LOOKALIKES)
 def test_copies_that_stay(make: Callable[[Tensor, Tensor], object]) -> None:
     graph, dropped = chain(make)
     assert dropped == 0 and [n for n in graph.nodes if n.target is COPY]
