@@ -42,6 +42,7 @@ from .graph.source_location import calling_line
 from .graph.traced_graph import is_planned
 from .joint.activation_memory import apply_save_policy
 from .joint.decompose_collectives import decompose_collectives, may_decompose
+from .joint.exchange_sizes import keep_exchange_sizes, may_keep_sizes
 from .joint.merge.merge_amax_reductions import merge_amax_reductions
 from .joint.merge.merge_collectives import may_merge, merge_collectives
 from .joint.repeats.send_once import may_send_once, send_once
@@ -111,7 +112,7 @@ class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
 
 
 class JointPass(_Pass):
-    """Decompose, merge and reorder collectives, insert and hoist float8 casts, and apply the memory budget."""
+    """Decompose, merge and reorder collectives, keep sizes, insert and hoist float8 casts, and apply the memory budget."""
 
     def __call__(self, graph: Graph) -> None:
         drop_repeated_waits(graph)
@@ -120,15 +121,17 @@ class JointPass(_Pass):
         has_float8 = bool(graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))
         reorders = self.options.scatter_first
         decomposes = self.options.overlap != "off" and may_decompose(graph)
+        keeps_sizes = self.options.overlap != "off" and may_keep_sizes(graph)
         policy = Policy.of(self.options)
         repeats = reforms and (decomposes or may_send_once(graph, policy.threshold))
-        may_change = merges or repeats or has_float8 or self.options.fp8.is_on or reorders or decomposes
+        may_change = merges or repeats or has_float8 or self.options.fp8.is_on or reorders or decomposes or keeps_sizes
         recorder = SnapshotRecorder(graph, "joint", settings.current().snapshots and may_change)
         recorder.before()
         decomposed = decompose_collectives(graph) if decomposes else 0
         narrowed = send_once(graph, policy.threshold) if repeats else 0
         changes = {
             "ops with collectives inside": decomposed,
+            "sizes of all_to_alls that backward keeps": keep_exchange_sizes(graph) if keeps_sizes else 0,
             "collectives without repeats": narrowed,
             **self._rewrite(graph, policy, merges, has_float8),
         }

@@ -221,6 +221,13 @@ def must_recompute() -> Any:
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
+def prefer_recompute() -> Any:
+    """Return the tag in node.meta["recompute"] of the values of a checkpointed region, unless the user names another policy."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def must_save() -> Any:
     """Return the tag in node.meta["recompute"] that makes the partitioner save a node's value for backward."""
     from torch.utils.checkpoint import CheckpointPolicy
