@@ -34,6 +34,17 @@ def test_expert_parallel_on_cpu_ranks(
     assert "tiny, 1 layers, 24 tokens, 2 experts a rank, skewed" in printed(path, capsys, monkeypatch)
 
 
+def test_checkpointed_layers(tmp_path: Path) -> None:
+    """Backward of ours repeats the dispatch only: 3 exchanges of forward, 3 of backward."""
+    path = tmp_path / "expert_parallel.json"
+    arguments = ["--tiny", "--device", "cpu", "--checkpoint", "--variants", "compute,eager,ours", "--ours", "ours={}"]
+    torchrun(2, "benchmarks.expert_parallel", [*arguments, "--routing", "balanced", "--json", str(path)])
+    (row,) = json.loads(path.read_text())["rows"]
+    assert all(variant["step"] > 0 and not variant["why"] for variant in row["variants"].values())
+    assert row["variants"]["ours"]["sites"] == "6 none" and 0 <= row["variants"]["ours"]["error"] < 1e-2
+    assert "2 experts a rank, balanced, checkpointed" in text({"rows": [row]})
+
+
 def test_predictions_next_to_measured_times() -> None:
     """A step that takes 3 ms less than Inductor's was predicted to save 2.5 ms, and to expose half a millisecond."""
     predicted = {"exposed_ms": 0.5, "saved_ms": 2.5, "unknown": 1}

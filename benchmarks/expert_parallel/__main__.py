@@ -41,6 +41,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--routing", default=",".join(ROUTINGS), help="comma-separated (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--no-shared", action="store_true", help="without the shared expert")
+    parser.add_argument("--checkpoint", action="store_true", help="backward computes each layer again")
     parser.add_argument("--variants", help="default: compute, eager, inductor and those of ours")
     parser.add_argument("--tiny", action="store_true", help="a run of seconds: sizes tiny, 24 tokens, 1 layer, 2 iterations")
     parser.add_argument("--waterfall", action="store_const", const="eager", help="take the steps apart, last")
@@ -78,9 +79,10 @@ class ExpertParallelRun(ParallelRun):
 
     def layer(self, size: str, tokens: int, own: int, routing: str) -> None:
         args, shared = self.args, not self.args.no_shared
-        sizes = (SIZES[size], tokens, args.layers, own, routing, shared)
+        sizes = (SIZES[size], tokens, args.layers, own, routing, shared, args.checkpoint)
         context = ExpertContext(self.world, *sizes, self.compiler, args.options)
-        row = self.add_row(size=size, layers=args.layers, tokens=tokens, own=own, routing=routing, shared=shared)
+        facts = {"size": size, "layers": args.layers, "tokens": tokens, "own": own, "routing": routing, "shared": shared}
+        row = self.add_row(**facts, checkpoint=args.checkpoint)
         variants = self.compile_all(row, lambda name: make(name, context))
         if EAGER in variants:
             self.compare_with(EAGER, [n for n in variants if n not in (COMPUTE, EAGER)], variants, row)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..blocks.model import linear
 
@@ -116,3 +117,14 @@ class ExpertLayer(nn.Module):
         h = self.norm(x)
         out = x + self.experts(h, self.chosen, self.scores)
         return out if self.up is None or self.down is None else out + self.down(F.silu(self.up(h)))
+
+
+class CheckpointedLayer(nn.Module):
+    """A layer that backward computes again."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)  # type: ignore[no-any-return]

@@ -11,7 +11,8 @@ BASELINE = "inductor"
 
 
 def _title(row: dict[str, Any]) -> str:
-    return f"{row['size']}, {row['layers']} layers, {row['tokens']} tokens, {row['own']} experts a rank, {row['routing']}"
+    title = f"{row['size']}, {row['layers']} layers, {row['tokens']} tokens, {row['own']} experts a rank, {row['routing']}"
+    return title + (", checkpointed" if row.get("checkpoint") else "")
 
 
 def text(document: dict[str, Any], style: str = "simple") -> str:

@@ -21,7 +21,7 @@ from ub_overlap.tools.rank_process import World
 
 from ..blocks.model import fresh_code
 from ..parallel.variant import COMPUTE, EAGER, ParallelVariant, backend
-from .model import ExpertLayer, ExpertSizes, make_routes
+from .model import CheckpointedLayer, ExpertLayer, ExpertSizes, make_routes
 from .symmetric_memory import use_symmetric_memory
 
 SYMMETRIC = "vdev"
@@ -29,7 +29,10 @@ SYMMETRIC = "vdev"
 
 @dataclass
 class ExpertContext:
-    """What all variants share. `own`: experts of a rank. `compiler`: "inductor" or "aot_eager"."""
+    """What all variants share. `own`: experts of a rank. `compiler`: "inductor" or "aot_eager".
+
+    `is_checkpointed`: backward computes each layer again.
+    """
 
     world: World
     sizes: ExpertSizes
@@ -38,6 +41,7 @@ class ExpertContext:
     own: int
     routing: str
     has_shared: bool
+    is_checkpointed: bool
     compiler: str
     ours: dict[str, dict[str, Any]]
 
@@ -55,7 +59,8 @@ def make(name: str, context: ExpertContext) -> ParallelVariant:
             layers.append(ExpertLayer(sizes, context.own, routes, group, context.has_shared))
         if group is not None:
             ub_overlap.tokenwise(layers[-1].experts, arguments=3)  # for ours: other systems compute them whole
-    model: nn.Module = fresh_code(nn.Sequential(*layers)).to(world.device, torch.bfloat16)
+    modules = [CheckpointedLayer(layer) for layer in layers] if context.is_checkpointed else layers
+    model: nn.Module = fresh_code(nn.Sequential(*modules)).to(world.device, torch.bfloat16)
     if name == SYMMETRIC:
         use_symmetric_memory(model, context.tokens * top * world.ranks)
     is_eager = name in (EAGER, SYMMETRIC)
