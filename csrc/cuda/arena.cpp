@@ -30,14 +30,6 @@ std::string hex(uint32_t tag) {
 
 }  // namespace
 
-DeviceScope::DeviceScope(int device, Restore restore) : device_(device), restore_(restore) {
-    check(cudaGetDevice(&before_), "get the current device");
-    if (before_ != device) check(cudaSetDevice(device), "set the current device");
-}
-DeviceScope::~DeviceScope() {
-    if (before_ != device_ && (restore_ == Restore::always || has_context(before_))) cudaSetDevice(before_);
-}
-
 int64_t words_bytes(int ranks) {
     return static_cast<int64_t>(sizeof(SharedState) + flag_count(ranks) * sizeof(uint64_t));
 }

@@ -133,21 +133,4 @@ class CudaArena final : public Arena {
     uint32_t suspect_epoch_ = 0;
 };
 
-// Makes a device current in a scope. `Restore::if_in_use`: the previous device is not made current again if this process has no
-// context on it. Making it current would create one, about half a gigabyte on GPU 0 of each rank, since new threads begin
-// there.
-class DeviceScope {
-  public:
-    enum class Restore { always, if_in_use };
-    explicit DeviceScope(int device, Restore restore = Restore::always);
-    ~DeviceScope();
-    DeviceScope(const DeviceScope&) = delete;
-    DeviceScope& operator=(const DeviceScope&) = delete;
-
-  private:
-    const int device_;
-    const Restore restore_;
-    int before_ = 0;
-};
-
 }  // namespace ub_overlap::cuda

@@ -11,6 +11,14 @@
 
 namespace ub_overlap::cuda {
 
+DeviceScope::DeviceScope(int device, Restore restore) : device_(device), restore_(restore) {
+    check(cudaGetDevice(&before_), "get the current device");
+    if (before_ != device) check(cudaSetDevice(device), "set the current device");
+}
+DeviceScope::~DeviceScope() {
+    if (before_ != device_ && (restore_ == Restore::always || has_context(before_))) cudaSetDevice(before_);
+}
+
 Lane::Lane() {
     int least = 0, greatest = 0;
     check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "read the stream priorities");

@@ -57,6 +57,23 @@ void write_word(uint64_t* word, uint64_t value, cudaStream_t stream);
 // Returns whether this process has a context on a device. True where that is unknown.
 bool has_context(int index) noexcept;
 
+// Makes a device current in a scope. `Restore::if_in_use`: the previous device is not made current again if this process has no
+// context on it. Making it current would create one, about half a gigabyte on GPU 0 of each rank, since new threads begin
+// there.
+class DeviceScope {
+  public:
+    enum class Restore { always, if_in_use };
+    explicit DeviceScope(int device, Restore restore = Restore::always);
+    ~DeviceScope();
+    DeviceScope(const DeviceScope&) = delete;
+    DeviceScope& operator=(const DeviceScope&) = delete;
+
+  private:
+    const int device_;
+    const Restore restore_;
+    int before_ = 0;
+};
+
 // Throws ArenaError if the device cannot write 64-bit words from a stream.
 void check_stream_writes(int index);
 
