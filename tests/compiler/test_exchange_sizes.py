@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -69,6 +70,36 @@ def test_backward_repeats_one_exchange_of_rows(pool2: RankPool, routing: str, in
         assert found["whole"] == ["bfloat16"] * 2
         assert found["again"] == ["bfloat16"] * 3, "tokens are sent again; counts and results are not"
         assert found["error"] <= (0 if inner == "aot_eager" else 1e-2), found  # Inductor fuses other casts
+
+
+def sum_on_the_host(rank: int, world: int) -> tuple[list[str], float]:
+    """The host adds up the counts of experts. Return the types of backward's exchanges, and the error against eager code."""
+    torch._dynamo.reset()
+    torch._dynamo.config.capture_scalar_outputs = True
+    counts = torch.tensor([[1, 2], [3, 0]] if rank == 0 else [[0, 2], [1, 4]])
+    x = torch.randn(int(counts.sum()), 8, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+
+    def layer(rows: Tensor) -> Tensor:
+        with torch.no_grad():
+            received = funcol.all_to_all_single(counts, None, None, dist.group.WORLD)
+        sent, got = ([first + second for first, second in part.tolist()] for part in (counts, received))
+        return funcol.all_to_all_single_autograd(rows.sin(), got, sent, dist.group.WORLD).exp()
+
+    def step(rows: Tensor) -> Tensor:
+        return checkpoint(layer, rows, use_reentrant=False) * 2
+
+    mark = HISTORY.mark()
+    options = {"inner": "aot_eager", "overlap": "force"}
+    torch.compile(step, backend="ub_overlap", options=options, fullgraph=True)(x).square().sum().backward()
+    found, x.grad = x.grad, None
+    step(x).square().sum().backward()
+    decisions = [d for plan in HISTORY.since(mark) for d in plan.decisions if d.phase == "backward"]
+    return sorted(d.dtype for d in decisions), float((found - x.grad).abs().max())
+
+
+def test_counts_that_the_host_adds_up(pool2: RankPool) -> None:
+    for dtypes, error in pool2.run(sum_on_the_host):
+        assert dtypes == ["float32"] * 2 and error == 0
 
 
 def test_without_overlap_the_program_stays(pool2: RankPool) -> None:
