@@ -3,6 +3,7 @@
     operands   [B1 | B2] by aten.cat, or ub_overlap.packed_weight for weights next to each other in memory; once for all sites
                of a graph that pack the same matrices
     B1 alone   in a later op of ours: a slice of [B1 | B2], so that B1 is written once, by the kernel that computes it
+    scales     of the columns of float8 operands: [s1 | s2], as their operands
     results    slices: blocks of rows are contiguous, blocks of columns are not (part_strides.py)
 
 Matrices are joined as they are stored. A stored weight [N, H] that is multiplied as [H, N] is joined along its rows, and the
@@ -18,11 +19,13 @@ from itertools import accumulate
 import torch
 from torch.fx import Node
 
+from ub_overlap.runtime.fp8.numerics import FLOAT8
+
 from ..graph.aten import aten, dtype_of, shape_of
 from ..graph.emitter import Emitter
 from ..graph.matmul import Operand
 from ..graph.operand_source import find_source
-from ..graph.sizes import Size, as_sizes, is_same, is_same_shape
+from ..graph.sizes import Size, as_sizes, is_same, is_same_shape, numel
 
 
 @dataclass(slots=True)
@@ -46,7 +49,8 @@ class PackedOperands:
         if len(operands) == 1:
             return self.emit_one(e, operands[0])
         sources = [find_source(operand, e.current) for operand in operands]
-        is_transposed = 2 * sum(map(_is_column_major, sources)) > len(sources)
+        is_float8 = dtype_of(sources[0].node) in FLOAT8  # the hardware takes column-major right operands only
+        is_transposed = is_float8 or 2 * sum(map(_is_column_major, sources)) > len(sources)
         if is_transposed:
             sources, dim = [source.t for source in sources], 1 - dim
         key = (*((s.node, s.shape, s.is_transposed) for s in sources), dim)
@@ -55,6 +59,16 @@ class PackedOperands:
             if is_copied:
                 self._note_copies(sources, joined, dim)
         return e.transpose(self._joined[key]) if is_transposed else self._joined[key]
+
+    def emit_vectors(self, e: Emitter, vectors: Sequence[Node]) -> Node:
+        """Emit the scales or biases of joined columns, [N] or [1, N], one after the other; a single one as it is."""
+        if len(vectors) == 1:
+            return vectors[0]
+        key = tuple(map(e.current, vectors))
+        if key not in self._joined:
+            self._joined[key] = e.call(aten.cat.default, [e.reshape(v, (numel(shape_of(v)),)) for v in vectors])
+        joined = self._joined[key]
+        return joined if len(shape_of(vectors[0])) == 1 else e.reshape(joined, (1, *shape_of(joined)))
 
     def emit_one(self, e: Emitter, operand: Operand) -> Node:
         """Emit an operand: a slice of a joined matrix before it, if one holds a copy."""
@@ -111,7 +125,11 @@ def _join(e: Emitter, matrices: Sequence[Node], dim: int, site: str | None) -> N
     shapes = [shape_of(matrix) for matrix in matrices]
     total: Size = sum(shape[dim] for shape in shapes)
     shape = (total, shapes[0][1]) if dim == 0 else (shapes[0][0], total)
-    value: torch.Tensor | None = e.empty(shape, matrices[0].meta["val"].dtype, matrices[0])
+    dtype = dtype_of(matrices[0])
     if site is not None:
+        value: torch.Tensor | None = e.empty(shape, dtype, matrices[0])
         return e.call(torch.ops.ub_overlap.packed_weight.default, list(matrices), site, value_is=value)
-    return e.call(aten.cat.default, list(matrices), dim, value_is=value)
+    # Some devices have no cat of float8.
+    parts = [e.bitcast(matrix, torch.uint8) for matrix in matrices] if dtype in FLOAT8 else list(matrices)
+    joined = e.call(aten.cat.default, parts, dim, value_is=e.empty(shape, dtype_of(parts[0]), parts[0]))
+    return e.bitcast(joined, dtype)
