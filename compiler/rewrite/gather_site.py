@@ -26,10 +26,10 @@ def rewrite_gather(
     shard = _shard(e, m)
     packs = consumer_packs(m)
     copies = m.pack_copies or ("",) * len(packs)
-    operands = [packed.emit(e, [k.operand for k in pack], 1, "rhs" in c) for pack, c in zip(packs, copies, strict=True)]
     outer = 1 if m.shard_dim_is_last else e.size(m.blocks.outer)
     if m.scaled is not None:
-        return _rewrite_scaled(e, m, shard, operands, outer, strategy, site, packed)
+        return _rewrite_scaled(e, m, shard, outer, strategy, site, packed)
+    operands = [packed.emit(e, [k.operand for k in pack], 1, "rhs" in c) for pack, c in zip(packs, copies, strict=True)]
     op = e.call(
         torch.ops.ub_overlap.all_gather_matmul.default,
         shard,
@@ -87,7 +87,6 @@ def _rewrite_scaled(
     e: Emitter,
     m: Gather,
     shard: Node,
-    operands: list[Node],
     outer: int | Node,
     strategy: Strategy | DispatchTable,
     site: str,
@@ -98,16 +97,20 @@ def _rewrite_scaled(
     shard_scale = m.scaled.lhs
     if m.scales is not None:
         shard_scale = e.reshape(m.scales.collective.input, (numel(shape_of(m.scales.collective.input)), 1))
-    scales, biases, dtypes = [], [], []
-    for pack in consumer_packs(m):
-        scales.append(packed.emit_vectors(e, [k.compute.scales.rhs for k in pack if k.compute.scales is not None]))
+    operands, scales, biases, dtypes = [], [], [], []
+    packs = consumer_packs(m)
+    for pack, copied in zip(packs, m.pack_copies or ("",) * len(packs), strict=True):
+        own_scales = [k.compute.scales.rhs for k in pack if k.compute.scales is not None]
+        operand, scale = packed.emit_scaled(e, [k.operand for k in pack], own_scales, "rhs" in copied)
+        operands.append(operand)
+        scales.append(scale)
         own = [k.compute.bias for k in pack if k.compute.bias is not None]  # all consumers of a pack have one, or none has
         biases.append(packed.emit_vectors(e, own) if own else None)
         dtypes.append(dtype_of(pack[0].compute.node))
     keep = bool(m.kept_aliases) or bool(m.scales and m.scales.kept_aliases)
     op = e.call(
-        torch.ops.ub_overlap.all_gather_scaled_matmul.default, shard, shard_scale, operands, scales, biases, outer, keep, dtypes,
-        m.scaled.fast, str(strategy), m.collective.group, site, value_is=_static_scaled_outputs(e, m, shard, keep),
+        torch.ops.ub_overlap.all_gather_scaled_matmul.default, shard, shard_scale, operands, scales, biases, outer, keep,
+        dtypes, m.scaled.fast, str(strategy), m.collective.group, site, value_is=_static_scaled_outputs(e, m, shard, keep),
     )  # fmt: skip
     replaced = _results(e, m, e.item(op, 2), packed)
     if m.kept_aliases:

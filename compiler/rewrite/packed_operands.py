@@ -12,6 +12,7 @@ transpose of the joined matrix is multiplied.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -21,7 +22,7 @@ from torch.fx import Node
 
 from ub_overlap.runtime.fp8.numerics import FLOAT8
 
-from ..graph.aten import aten, dtype_of, shape_of
+from ..graph.aten import Effect, aten, dtype_of, element_effect, shape_of
 from ..graph.emitter import Emitter
 from ..graph.matmul import Operand
 from ..graph.operand_source import find_source
@@ -59,6 +60,26 @@ class PackedOperands:
             if is_copied:
                 self._note_copies(sources, joined, dim)
         return e.transpose(self._joined[key]) if is_transposed else self._joined[key]
+
+    def emit_scaled(
+        self, e: Emitter, operands: Sequence[Operand], scales: Sequence[Node], is_copied: bool
+    ) -> tuple[Node, Node]:
+        """Emit float8 operands side by side, and the scales [1, N] of their columns.
+
+        `is_copied`: as in `emit`; also False for cached casts that lie next to each other.
+        """
+        sources = [find_source(operand, e.current) for operand in operands]
+        casts = [_cast_of(source, scale) for source, scale in zip(sources, scales, strict=True)]
+        if len(operands) == 1 or is_copied or None in casts:
+            return self.emit(e, operands, 1, is_copied), self.emit_vectors(e, scales)
+        key = tuple(casts)
+        if key not in self._joined:
+            pairs = [[e.item(cast, i) for cast in casts if cast is not None] for i in range(2)]
+            shapes = [(sum(shape_of(part)[0] for part in parts), shape_of(parts[0])[1]) for parts in pairs]
+            values = [e.empty(shape, dtype_of(parts[0]), parts[0]) for shape, parts in zip(shapes, pairs, strict=True)]
+            self._joined[key] = e.call(torch.ops.ub_overlap.fp8_packed_casts.default, *pairs, e.site, value_is=tuple(values))
+        joined = self._joined[key]
+        return e.transpose(e.item(joined, 0)), e.transpose(e.item(joined, 1))
 
     def emit_vectors(self, e: Emitter, vectors: Sequence[Node]) -> Node:
         """Emit the scales or biases of joined columns, [N] or [1, N], one after the other; a single one as it is."""
@@ -108,6 +129,18 @@ class PackedOperands:
         if all(isinstance(size, int) for size in shape):
             self._values[key] = part.meta["val"]
         return part
+
+
+def _cast_of(source: Operand, scale: Node) -> Node | None:
+    """Return the cached cast whose results are the stored matrix of an operand and the scales of its rows."""
+    while (effect := element_effect(scale)) is not None and effect.kind in (Effect.SAME, Effect.TRANSPOSE):
+        scale = effect.source
+    q = source.node
+    if not source.is_transposed or any(n.target is not operator.getitem for n in (q, scale)):
+        return None
+    cast = q.all_input_nodes[0]
+    is_cast = cast.target is torch.ops.ub_overlap.fp8_cached_weight.default
+    return cast if is_cast and q.args[1] == 0 and scale.args == (cast, 1) else None
 
 
 def _is_column_major(operand: Operand) -> bool:

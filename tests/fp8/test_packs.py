@@ -46,6 +46,8 @@ def test_models(pool2: RankPool, variant: dict[str, Any], options: dict[str, Any
     for run in pool2.run(run_model, LLAMA, {"dtype": BF16, **variant}, {**ROWWISE, **options}):
         assert run.differ == []
         assert [d.packs for d in run.gathers()] == [(3,), (2,)] * variant.get("layers", 1)
+        is_copied = options.get("fp8", {}).get("weights") == "per_call"
+        assert all(bool(d.pack_bytes) == is_copied for d in run.gathers()), "cached casts lie next to each other"
         sums = [d for p in run.packed for d in p.decisions if d.phase == "backward" and "reduce_scatter" in d.kind.value]
         assert sums and all(d.packs == () and "each term of a float8 sum" in d.detail for d in sums)
         assert run.packed[0].digest != run.apart[0].digest

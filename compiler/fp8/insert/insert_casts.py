@@ -27,7 +27,7 @@ from ..cast_nodes import emit_quantize, emit_scale, emit_transposed_copy, is_cas
 from ..producing_kernel import maps_elements
 from ..provenance import Axis, find_origin
 from ..quantized_values import QuantizedValue, QuantizedValues
-from ..state.cached_weights import CachedWeights, emit_transposed_cast
+from ..state.cached_weights import CachedWeights, emit_transposed_cast, join_siblings
 from ..state.delayed_scaling import DelayedScaling
 from .choose_matmuls import ChosenMatmuls, choose_matmuls
 from .fp8_profitability import Fp8Profitability
@@ -106,6 +106,8 @@ class _CastInserter:
         if self._delayed is not None:
             self._delayed.finish()
         erase_unread(graph, (*scaled, *values.replaced))
+        if self._per_row:
+            join_siblings(graph.find_nodes(op="call_function", target=aten._scaled_mm.default))
         compat.stable_topological_sort(graph)
 
     def _scale_axes(self, reader: Node, value: Node) -> list[Axis] | None:

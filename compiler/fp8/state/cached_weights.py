@@ -7,6 +7,9 @@
 
 With per-row scales, backward needs scales along the other dim, which is a separate cast.
 
+Weights that multiply one value (q, k, v) are siblings: with per-row scales, their casts of forward lie next to each other in
+memory. So packed operands need no copy, in whichever graph they are packed.
+
 Each half of the graph calls the op itself. A cast that forward returned to backward would count as an intermediate, whose
 memory torch reuses for the next one. So casts may not be returned from a graph either (`copy_returned_casts`).
 """
@@ -14,16 +17,19 @@ memory torch reuses for the next one. So casts may not be returned from a graph 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 
 import torch
 from torch.fx import Graph, Node
 
-from ...graph.aten import Effect, c10d, dtype_of, element_effect, shape_of, tensor_of
+from ...graph.aten import Effect, c10d, dtype_of, element_effect, node_arg, shape_of, tensor_of
 from ...graph.emitter import Emitter
+from ...graph.graph_inputs import Neighbors
 from ...graph.joint_graph import LAST_REGION, mark_recomputed
-from ...graph.matmul import FLOAT8_MULTIPLE
-from ...graph.sizes import is_same_shape
+from ...graph.matmul import FLOAT8_MULTIPLE, as_matmul
+from ...graph.operand_source import find_source
+from ...graph.sizes import is_same_shape, numel
 from ..provenance import element_source
 from ..quantized_values import QuantizedValue
 from ..recipe import NARROW
@@ -63,12 +69,50 @@ class CachedWeights:
         key = weight, dtype_of(value), axis
         reuse_forward = after is not None and key in self._casts
         self._casts.add(key)
-        cast = e.call(torch.ops.ub_overlap.fp8_cached_weight.default, *key, after, reuse_forward)
+        cast = e.call(torch.ops.ub_overlap.fp8_cached_weight.default, *key, after, reuse_forward, [])
         q, scale = e.item(cast, 0), e.item(cast, 1)
         mark_recomputed((cast, q, scale), LAST_REGION)
         for node in (cast, q, scale):  # also inside a checkpoint region of the program
             node.meta["ac_graph_id"] = LAST_REGION
         return QuantizedValue(q, scale)
+
+
+def join_siblings(matmuls: Iterable[Node]) -> None:
+    """Let the cached casts of weights that multiply one value by rows' scales be allocated next to each other.
+
+    `matmuls`: the scaled matmuls of the graph. A weight belongs to one group.
+    """
+    groups: defaultdict[tuple[object, ...], list[Node]] = defaultdict(list)
+    for node in matmuls:
+        matmul = as_matmul(node)
+        source = find_source(matmul.rhs) if matmul is not None else None
+        if matmul is None or source is None or not source.is_transposed or not _is_cast_of_rows(source.node):
+            continue
+        cast = source.node.all_input_nodes[0]
+        groups[find_source(matmul.lhs).node, matmul.inner, *cast.args[1:3]].append(cast)
+    group_of: dict[Node, list[Node]] = {}
+    for casts in groups.values():
+        weights = list(dict.fromkeys(node_arg(cast) for cast in casts))
+        if len(weights) > 1 and all(group_of.setdefault(w, weights) == weights for w in weights):
+            for cast in casts:
+                cast.args = (*cast.args[:-1], weights)
+
+
+def cast_neighbors(graph: Graph, first_block: int) -> Neighbors:
+    """Return the cached casts of siblings, as `GraphInputs.neighbors_in` returns packed parameters.
+
+    `first_block`: the first number that is no block of those.
+    """
+    blocks: dict[tuple[object, ...], int] = {}
+    neighbors: dict[Node, tuple[int, int]] = {}
+    for cast in graph.find_nodes(op="call_function", target=torch.ops.ub_overlap.fp8_cached_weight.default):
+        weight, round_to, axis, _, _, weights = cast.args
+        if not weights:
+            continue
+        block = blocks.setdefault((*weights, round_to, axis), first_block + len(blocks))
+        offset = sum(numel(shape_of(w)) for w in weights[: weights.index(weight)])
+        neighbors.update({user: (block, offset) for user in cast.users if user.args[1] == 0})
+    return neighbors
 
 
 def emit_transposed_cast(e: Emitter, q: Node) -> Node | None:
@@ -103,6 +147,15 @@ def _can_be_cached(weight: Node) -> bool:
     if len(shape) != 2 or not all(isinstance(n, int) and n > 0 and n % FLOAT8_MULTIPLE == 0 for n in shape):
         return False
     return value.is_contiguous() and dtype_of(weight) in (*NARROW, torch.float32)
+
+
+def _is_cast_of_rows(q: Node) -> bool:
+    """Return whether `q` is a cached cast of a forward by rows' scales."""
+    if q.target is not operator.getitem or q.args[1] != 0:
+        return False
+    cast = q.all_input_nodes[0]
+    is_cast = cast.target is torch.ops.ub_overlap.fp8_cached_weight.default
+    return is_cast and cast.args[2:5] == (-1, None, False)
 
 
 def _is_cached_cast(node: Node) -> bool:
