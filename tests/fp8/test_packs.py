@@ -36,10 +36,10 @@ def test_inductor(pool2: RankPool, name: str) -> None:
         ({}, {}),
         ({"kv_heads": 4, "layers": 2}, {}),
         ({"bias": True}, {}),
+        ({"each": True}, {}),
         ({}, {"fp8": {"recipe": "rowwise", "weights": "per_call"}}),
-        ({}, {"memory_budget": 0}),
     ],
-    ids=["block", "two blocks", "biases", "per call", "gathered again"],
+    ids=["block", "two blocks", "biases", "a gather each", "per call"],
 )
 def test_models(pool2: RankPool, variant: dict[str, Any], options: dict[str, Any]) -> None:
     """Outputs and gradients are those of the matmuls apart: q, k, v and w1, w3 are one matmul each. Sums stay apart."""
@@ -48,9 +48,17 @@ def test_models(pool2: RankPool, variant: dict[str, Any], options: dict[str, Any
         assert [d.packs for d in run.gathers()] == [(3,), (2,)] * variant.get("layers", 1)
         is_copied = options.get("fp8", {}).get("weights") == "per_call"
         assert all(bool(d.pack_bytes) == is_copied for d in run.gathers()), "cached casts lie next to each other"
-        sums = [d for p in run.packed for d in p.decisions if d.phase == "backward" and "reduce_scatter" in d.kind.value]
+        sums = [d for p in run.packed for d in p.decisions if d.phase == "backward" and len(d.matmuls) > 1]
         assert sums and all(d.packs == () and "each term of a float8 sum" in d.detail for d in sums)
         assert run.packed[0].digest != run.apart[0].digest
+
+
+def test_torchao(pool2: RankPool) -> None:
+    """w1 and w3 of a program that is float8 already. Its weight gradients in 16 bits are packed too, its sums are not."""
+    for run in pool2.run(run_model, "tests.models.torchao_mlp", {"recipe": "rowwise_with_gw_hp", "gather_fp8": False}, FORCE):
+        assert run.differ == [] and [d.packs for d in run.gathers()] == [(2,)]
+        assert [(d.packs, d.work.dtype) for d in run.gathers("backward") if d.work and len(d.matmuls) > 1] == [((2,), "bfloat16")]
+        assert {d.packs for p in run.packed for d in p.decisions if d.kind.value == "matmul_reduce_scatter"} == {()}
 
 
 def test_four_ranks(pool4: RankPool) -> None:

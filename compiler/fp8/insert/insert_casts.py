@@ -27,7 +27,7 @@ from ..cast_nodes import emit_quantize, emit_scale, emit_transposed_copy, is_cas
 from ..producing_kernel import maps_elements
 from ..provenance import Axis, find_origin
 from ..quantized_values import QuantizedValue, QuantizedValues
-from ..state.cached_weights import CachedWeights, emit_transposed_cast, join_siblings
+from ..state.cached_weights import CachedWeights, emit_transposed_cast
 from ..state.delayed_scaling import DelayedScaling
 from .choose_matmuls import ChosenMatmuls, choose_matmuls
 from .fp8_profitability import Fp8Profitability
@@ -78,6 +78,8 @@ class _CastInserter:
         # Of all linears: graphs of the same modules then identify them by the same weights, whichever linears they refuse.
         self._first_weight = {linear.weight.meta["val"].device: linear.weight for linear in reversed(linears)}
         self._cached = CachedWeights(self._weights & set(config.cached_weights))
+        if self._per_row:
+            self._cached.find_siblings(chosen.scaled[node] for node in sorted(chosen.scaled))
         self._delayed: DelayedScaling | None = None
         if config.recipe.delayed:
             self._delayed = DelayedScaling(graph, inputs, config.state, step=bool(backward))
@@ -106,8 +108,6 @@ class _CastInserter:
         if self._delayed is not None:
             self._delayed.finish()
         erase_unread(graph, (*scaled, *values.replaced))
-        if self._per_row:
-            join_siblings(graph.find_nodes(op="call_function", target=aten._scaled_mm.default))
         compat.stable_topological_sort(graph)
 
     def _scale_axes(self, reader: Node, value: Node) -> list[Axis] | None:

@@ -23,14 +23,14 @@ from collections.abc import Collection, Iterable
 import torch
 from torch.fx import Graph, Node
 
-from ...graph.aten import Effect, c10d, dtype_of, element_effect, node_arg, shape_of, tensor_of
+from ...graph.aten import Effect, c10d, dtype_of, element_effect, shape_of, tensor_of
 from ...graph.emitter import Emitter
 from ...graph.graph_inputs import Neighbors
 from ...graph.joint_graph import LAST_REGION, mark_recomputed
-from ...graph.matmul import FLOAT8_MULTIPLE, as_matmul
+from ...graph.matmul import FLOAT8_MULTIPLE, Matmul
 from ...graph.operand_source import find_source
 from ...graph.sizes import is_same_shape, numel
-from ..provenance import element_source
+from ..provenance import element_source, find_origin
 from ..quantized_values import QuantizedValue
 from ..recipe import NARROW
 
@@ -41,6 +41,7 @@ class CachedWeights:
     def __init__(self, weights: Collection[Node]) -> None:
         self._weights = {w for w in weights if _can_be_cached(w)}
         self._casts: set[tuple[Node, torch.dtype, int | None]] = set()
+        self._siblings: dict[Node, list[Node]] = {}
 
     def find_weight(self, value: Node) -> Node | None:
         """Return the weight that `value` is, or is a cast of to its 16-bit dtype. Return None for other values."""
@@ -62,6 +63,19 @@ class CachedWeights:
             previous = element_source(previous)
         return False
 
+    def find_siblings(self, matmuls: Iterable[Matmul]) -> None:
+        """Find the siblings among the weights of `matmuls`. A weight is in one group: the first."""
+        groups: defaultdict[tuple[object, ...], list[Node]] = defaultdict(list)
+        for matmul in matmuls:
+            source = find_source(matmul.rhs)
+            weight = self.find_weight(source.node)
+            if weight is not None and source.is_transposed and is_same_shape(source.shape, shape_of(weight)):
+                groups[find_origin(matmul.lhs.node), matmul.inner, dtype_of(source.node)].append(weight)
+        for group in groups.values():
+            weights = list(dict.fromkeys(group))
+            if len(weights) > 1 and self._siblings.keys().isdisjoint(weights):
+                self._siblings.update(dict.fromkeys(weights, weights))
+
     def emit_cast(self, e: Emitter, value: Node, axis: int | None, after: Node | None) -> QuantizedValue:
         """Emit the cached cast of `value`. `after`: in backward, the node of it that the cast must follow."""
         weight = self.find_weight(value)
@@ -69,33 +83,13 @@ class CachedWeights:
         key = weight, dtype_of(value), axis
         reuse_forward = after is not None and key in self._casts
         self._casts.add(key)
-        cast = e.call(torch.ops.ub_overlap.fp8_cached_weight.default, *key, after, reuse_forward, [])
+        siblings = self._siblings.get(weight, []) if axis == -1 and after is None else []
+        cast = e.call(torch.ops.ub_overlap.fp8_cached_weight.default, *key, after, reuse_forward, siblings)
         q, scale = e.item(cast, 0), e.item(cast, 1)
         mark_recomputed((cast, q, scale), LAST_REGION)
         for node in (cast, q, scale):  # also inside a checkpoint region of the program
             node.meta["ac_graph_id"] = LAST_REGION
         return QuantizedValue(q, scale)
-
-
-def join_siblings(matmuls: Iterable[Node]) -> None:
-    """Let the cached casts of weights that multiply one value by rows' scales be allocated next to each other.
-
-    `matmuls`: the scaled matmuls of the graph. A weight belongs to one group.
-    """
-    groups: defaultdict[tuple[object, ...], list[Node]] = defaultdict(list)
-    for node in matmuls:
-        matmul = as_matmul(node)
-        source = find_source(matmul.rhs) if matmul is not None else None
-        if matmul is None or source is None or not source.is_transposed or not _is_cast_of_rows(source.node):
-            continue
-        cast = source.node.all_input_nodes[0]
-        groups[find_source(matmul.lhs).node, matmul.inner, *cast.args[1:3]].append(cast)
-    group_of: dict[Node, list[Node]] = {}
-    for casts in groups.values():
-        weights = list(dict.fromkeys(node_arg(cast) for cast in casts))
-        if len(weights) > 1 and all(group_of.setdefault(w, weights) == weights for w in weights):
-            for cast in casts:
-                cast.args = (*cast.args[:-1], weights)
 
 
 def cast_neighbors(graph: Graph, first_block: int) -> Neighbors:
@@ -147,15 +141,6 @@ def _can_be_cached(weight: Node) -> bool:
     if len(shape) != 2 or not all(isinstance(n, int) and n > 0 and n % FLOAT8_MULTIPLE == 0 for n in shape):
         return False
     return value.is_contiguous() and dtype_of(weight) in (*NARROW, torch.float32)
-
-
-def _is_cast_of_rows(q: Node) -> bool:
-    """Return whether `q` is a cached cast of a forward by rows' scales."""
-    if q.target is not operator.getitem or q.args[1] != 0:
-        return False
-    cast = q.all_input_nodes[0]
-    is_cast = cast.target is torch.ops.ub_overlap.fp8_cached_weight.default
-    return is_cast and cast.args[2:5] == (-1, None, False)
 
 
 def _is_cached_cast(node: Node) -> bool:
