@@ -11,7 +11,7 @@ the cache and must not be written to.
 `reuse_forward`: the call is in backward and its forward has used the cast. Then the forward's cast is returned unchecked, if
 no other forward has used it since (csrc/core/forward_uses.h).
 `siblings`: none, or weights [R_i, C] with this one among them. Their first casts are allocated next to each other in this
-order, so that fp8_packed_casts needs no copy. Casts that exist stay where they are. axis is -1.
+order, so that fp8_packed_casts needs no copy. Casts that exist stay where they are. Several siblings have axis -1.
 
 fp8_cached_weight_transposed returns a contiguous [C, R] copy of the `q` that fp8_cached_weight has returned. The first call
 allocates it. From then on every cast of the weight writes it too.

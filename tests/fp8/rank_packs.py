@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import ub_overlap
 from tests.compiler.rank_compile import build
 from tests.fp8.rank_fp8 import E4M3, gathered, scattered
+from tests.models.case import device
 from tests.models.compare import error, uncached, values
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
@@ -95,13 +96,13 @@ def run_steps(rank: int, world: int, options: dict[str, Any], is_checkpointed: b
     """Run three optimizer steps of two microbatches each, and an evaluation with swapped weights inside of the second."""
 
     def steps(options: dict[str, Any]) -> dict[str, Any]:
-        model, random = Projections(rank, is_checkpointed), torch.Generator().manual_seed(rank)
+        model, random = Projections(rank, is_checkpointed).to(device()), torch.Generator().manual_seed(rank)
         run: Any = torch.compile(model, backend="ub_overlap", options=options)
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         results: dict[str, Any] = {}
         for step in range(3):
             for microbatch in range(2):
-                x = torch.randn(M, K, generator=random).bfloat16().requires_grad_()
+                x = torch.randn(M, K, generator=random).to(device(), torch.bfloat16).requires_grad_()
                 loss = run(x)
                 if (step, microbatch) == (1, 0):
                     with torch.no_grad():
