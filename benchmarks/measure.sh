@@ -2,14 +2,15 @@
 # Measure what the GPUs of this host allow, with one rank on each: ops and blocks, float8 MLPs, decode, data, context, expert and
 # pipeline parallelism, memory kernels. With two GPUs also ops and blocks of 4 and 8 ranks, in mirror mode.
 #
-#     benchmarks/measure.sh OUT [PART...]     parts: memory ops blocks mlp dp dp_hosts dp_rivals dp_step dp_tp dp_hsdp
+#     benchmarks/measure.sh OUT [PART...]     parts: memory ops blocks mlp rowwise dp dp_hosts dp_rivals dp_step dp_tp dp_hsdp
 #                                             concurrent pp cp cp_causal ep decode decode_layers
 #                                             and with two GPUs ops4 ops8 blocks4 blocks8 decode4 decode8
 #
-# Default: all but dp_hosts (data parallelism over NCCL, as across hosts), dp_rivals (against other systems), dp_step (the whole
-# step in one graph), dp_tp and dp_hsdp (with tensor parallelism, and with replicas of the shards, on 4 GPUs or more), concurrent
-# (a matmul next to a split collective), cp, cp_causal and ep (context and expert parallelism), decode4, decode8 and
-# decode_layers. Every part has a time limit; those of the default parts add up to 24 minutes with two GPUs, else to 16.
+# Default: all but rowwise (float8 blocks by rows' scales, packed and apart), dp_hosts (data parallelism over NCCL, as across
+# hosts), dp_rivals (against other systems), dp_step (the whole step in one graph), dp_tp and dp_hsdp (with tensor parallelism,
+# and with replicas of the shards, on 4 GPUs or more), concurrent (a matmul next to a split collective), cp, cp_causal and ep
+# (context and expert parallelism), decode4, decode8 and decode_layers. Every part has a time limit; those of the default parts
+# add up to 24 minutes with two GPUs, else to 16.
 # JSON files, and the output of all parts in log.txt, are in OUT. Tables are printed last.
 set -u
 shopt -s nullglob
@@ -52,6 +53,9 @@ for name in ${*:-memory $mirrored ops blocks mlp dp pp decode}; do
     blocks8 | blocks4) blocks "$name" --mirror "${name#blocks}" ;;
     blocks) blocks blocks --variants inductor,ours,compute,nocomm ;;
     mlp) mlp ;;
+    rowwise) ranks rowwise 200 benchmarks.blocks --size 8b,70b --variants inductor,ours,compute --iters 15 --waterfall \
+        --ours 'packed={"fp8":{"recipe":"rowwise"}}' --ours 'apart={"fp8":{"recipe":"rowwise"},"pack":"off"}' \
+        --ours 'tensorwise={"fp8":"all"}' --budget-s 160 ;;
     # NCCL carries the collectives, as across hosts: as the assumed network decides, and split everywhere.
     dp_hosts) ranks dp_hosts 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --hosts 2 --graphs --budget-s 100 \
         --ours 'auto={}' --ours 'split={"overrides":[{"strategy":"split"}]}' \

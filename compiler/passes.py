@@ -32,7 +32,7 @@ from .fp8.insert.insert_casts import insert_casts
 from .fp8.insert.insert_config import InsertConfig
 from .fp8.operand_layout import pin_operand_layouts
 from .fp8.recipe import recipe_of
-from .fp8.state.cached_weights import copy_returned_casts
+from .fp8.state.cached_weights import cast_neighbors, copy_returned_casts
 from .graph.dtensor_sizes import sizes_by_placeholder
 from .graph.functional_copies import drop_copies
 from .graph.graph_inputs import GraphInputs
@@ -229,7 +229,10 @@ class RewritePass(_Pass):
         parameters = self.inputs.parameters_in(graph) if self.inputs.knows_parameters else None
         neighbors = self.inputs.neighbors_in(graph)
         prepare_sites(graph, self.options, parameters)
-        decided = decide(graph, self.options, phase, transport.unsupported_reason, self._calling_line, neighbors, parameters)
+        operands = neighbors
+        if self.options.fp8.is_on:
+            operands = {**neighbors, **cast_neighbors(graph, 1 + max((block for block, _ in neighbors.values()), default=-1))}
+        decided = decide(graph, self.options, phase, transport.unsupported_reason, self._calling_line, operands, parameters)
         if not (decided.plan.decisions or decided.plan.casts):
             return
         self.plan = decided.plan

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import report
+from benchmarks import packed_float8, report
 from benchmarks.blocks.__main__ import parse_flags
 from benchmarks.blocks.table import hidden
 from benchmarks.ops import measure as measuring
@@ -304,3 +304,12 @@ def test_plot(tmp_path: Path) -> None:
         assert "matplotlib is not installed" in said and not path.exists()
     else:
         assert said.endswith("is drawn") and path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_predictions_of_packed_float8(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy never saves more than no copy. One of 70B over 8 ranks pays."""
+    monkeypatch.setattr(sys, "argv", ["packed_float8", "--profile", "h200"])
+    packed_float8.main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert len(rows) == 6 and all(int(cached) >= int(joined) for *_, cached, joined in rows)
+    assert rows[-1][:3] == ["h200", "70b", "8"] and int(rows[-1][-1]) > 0

@@ -134,13 +134,14 @@ class SiteShape(SiteSizes):
 
     @property
     def copied_bytes(self) -> tuple[int, ...]:
-        """Bytes of each matrix into which operands are copied together."""
-        sizes = []
+        """Bytes of each matrix into which operands are copied together, and of the scales of float8 columns with them."""
+        element, sizes = SIZES[self.multiplied], []
         for members, copied in zip(self._pack_members(), self.pack_copies, strict=True):
             m, n, k, _ = self._wide(members)
-            sizes += [m * k] if "lhs" in copied else []
-            sizes += [k * n] if "rhs" in copied else []
-        return tuple(size * SIZES[self.multiplied] for size in sizes)
+            sizes += [m * k * element] if "lhs" in copied else []
+            sizes += [k * n * element] if "rhs" in copied else []
+            sizes += [n * SIZES["float32"]] if "rhs" in copied and self.multiplied == "float8" else []
+        return tuple(sizes)
 
     def _pack_members(self) -> list[tuple[tuple[int, int, int, bool], ...]]:
         ends = [sum(self.packs[: i + 1]) for i in range(len(self.packs))]

@@ -23,7 +23,8 @@ from .sizes import symbolic_sizes
 from .traced_graph import attribute_of
 
 Neighbors = Mapping[Node, tuple[int, int]]
-"""Placeholders of packed parameters: the number of their block of memory, and the offset in elements."""
+"""Matrices next to each other in memory: the number of their block, and the offset in elements. They are placeholders of packed
+parameters, and cached float8 casts of siblings (fp8/state/cached_weights.py)."""
 NO_NEIGHBORS: Neighbors = MappingProxyType({})
 
 

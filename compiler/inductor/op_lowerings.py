@@ -19,6 +19,7 @@ def register_lowerings() -> None:
     _never_reuse(torch.ops.ub_overlap.fp8_cached_weight.default)
     _never_reuse(torch.ops.ub_overlap.fp8_cached_weight_transposed.default)
     _never_reuse(torch.ops.ub_overlap.packed_weight.default)
+    _never_reuse(torch.ops.ub_overlap.fp8_packed_casts.default)
     own = torch.ops.ub_overlap
     _lower_split_pair(own.start_collective.default, own.finish_collective.default)
     _lower_split_pair(own.start_all_to_all.default, own.finish_all_to_all.default)

@@ -4,6 +4,10 @@
     summed      A1 @ B1 + A2 @ B2            ->  [A1 | A2] @ [B1; B2]    the inner dim adds up inside of the matmul
     gradients   B1^T @ G, B2^T @ G           ->  [B1 | B2]^T @ G         the results are blocks of rows of one result
 
+Float8 matmuls of one gather share the scales of its rows. With a scale for each column of an operand, joined operands have
+joined scales. No other form is legal in float8: an operand with one scale for all of it cannot be joined with another, and
+neither can the terms of a sum, whose rows have scales of their own.
+
 This file lists the forms that are legal. select/pack_choice.py chooses one.
 """
 
@@ -30,8 +34,7 @@ def packed_forms(site: Site, neighbors: Neighbors = NO_NEIGHBORS) -> list[Packed
 
     A large matmul gains little from a pack, and its operand is the dearest to copy. `neighbors`: weights that need no copy.
     """
-    groups = [] if isinstance(site, Bulk | Split | Fused) or any(p.scales for p in site.matmuls) else _groups(site)
-    if isinstance(site, Bulk | Split | Fused) or not groups:
+    if isinstance(site, Bulk | Split | Fused) or not (groups := _groups(site)):
         return []
     return [
         _packed(
@@ -52,10 +55,15 @@ def explain_unpacked(site: Site) -> str:
     """Return why a site of several matmuls has no pack group; "" where it has one, or a single matmul."""
     if isinstance(site, Bulk | Split | Fused) or _count(site) < 2:
         return ""
-    if any(p.scales is not None for p in site.matmuls):
-        return "not packed: float8 operands have scales of their own"
-    if isinstance(site, Reduction) or _groups(site):
+    scales = _own_matmuls(site)[0].scales
+    if isinstance(site, Reduction):
+        return "" if scales is None else "not packed: each term of a float8 sum has scales of its own"
+    if scales is not None and not scales.rows:
+        return "not packed: each operand has one scale; float8 is packed with scales of rows only, whose matmuls take longer"
+    if _groups(site):
         return ""
+    if scales is not None:
+        return "not packed: the float8 matmuls differ in type or bias, or their columns are dynamic"
     orientations = {(k.transpose_gathered, k.transpose_out) for k in site.consumers}
     alike = len(orientations) < len(site.consumers)
     return "not packed: the matmuls of one orientation differ in type, or their columns are dynamic" if alike else ""
@@ -66,17 +74,38 @@ def _groups(site: PackedSite) -> list[list[int]]:
     groups: dict[object, list[int]] = {}
     if isinstance(site, Gather):
         for i, k in enumerate(site.consumers):
-            if isinstance(k.operand.cols, int):  # the offsets of the parts
-                groups.setdefault((k.transpose_gathered, k.transpose_out, dtype_of(k.operand.node)), []).append(i)
+            if isinstance(k.operand.cols, int) and _has_scales_by_line(k):  # `cols`: the offsets of the parts
+                groups.setdefault((k.transpose_gathered, k.transpose_out, *_types(k)), []).append(i)
     else:
         for i, term in enumerate(site.terms):
-            groups.setdefault(dtype_of(term.node), []).append(i)
+            if term.scales is None:
+                groups.setdefault(dtype_of(term.node), []).append(i)
     return [group for group in groups.values() if len(group) > 1]
 
 
+def _has_scales_by_line(consumer: Consumer) -> bool:
+    """Return whether the columns of the operand have scales of their own, or no scales (16 bits)."""
+    scales = consumer.compute.scales
+    return scales is None or scales.rows
+
+
+def _types(consumer: Consumer) -> tuple[object, ...]:
+    """The types of operand and result, and whether the op adds a bias. It adds those of float8 only.
+
+    Consumers of one site have the same scales of rows, and the same accumulation (consumer_groups.py).
+    """
+    matmul = consumer.compute
+    adds_bias = matmul.scales is not None and matmul.bias is not None
+    return dtype_of(consumer.operand.node), dtype_of(matmul.node), adds_bias
+
+
+def _own_matmuls(site: PackedSite) -> tuple[Matmul, ...]:
+    """The site's own matmuls: independent ones have no operand in common with them."""
+    return tuple(k.compute for k in site.consumers) if isinstance(site, Gather) else site.terms
+
+
 def _count(site: PackedSite) -> int:
-    """The number of the site's own matmuls: independent ones have no operand in common with them."""
-    return len(site.consumers) if isinstance(site, Gather) else len(site.terms)
+    return len(_own_matmuls(site))
 
 
 def _size(site: PackedSite, index: int) -> int:

@@ -26,10 +26,10 @@ def rewrite_gather(
     shard = _shard(e, m)
     packs = consumer_packs(m)
     copies = m.pack_copies or ("",) * len(packs)
-    operands = [packed.emit(e, [k.operand for k in pack], 1, "rhs" in c) for pack, c in zip(packs, copies, strict=True)]
     outer = 1 if m.shard_dim_is_last else e.size(m.blocks.outer)
     if m.scaled is not None:
-        return _rewrite_scaled(e, m, shard, operands, outer, strategy, site)
+        return _rewrite_scaled(e, m, shard, outer, strategy, site, packed)
+    operands = [packed.emit(e, [k.operand for k in pack], 1, "rhs" in c) for pack, c in zip(packs, copies, strict=True)]
     op = e.call(
         torch.ops.ub_overlap.all_gather_matmul.default,
         shard,
@@ -45,22 +45,28 @@ def rewrite_gather(
         site,
         value_is=_static_outputs(e, m, shard),
     )
-    replaced: dict[Node, Node] = {}
     outs = e.item(op, 1)
-    for i, pack in enumerate(packs):
-        sizes = [k.operand.cols for k in pack]
-        parts = packed.cut(e, e.item(outs, i), sizes, 0 if pack[0].transpose_out else 1)
-        for k, part in zip(pack, parts, strict=True):
-            node = k.compute.node
-            value = e.reshape(part, shape_of(node), old=node if len(pack) == 1 else None)
-            if k.compute.bias is not None:
-                value = e.call(aten.add.Tensor, value, k.compute.bias)
-            replaced[node] = value
+    replaced = _results(e, m, outs, packed)
+    for k in m.consumers:
+        if k.compute.bias is not None:
+            replaced[k.compute.node] = e.call(aten.add.Tensor, replaced[k.compute.node], k.compute.bias)
     replaced.update(independent_results(e, m, outs, len(packs)))
     if m.kept_aliases:
         gathered = e.item(op, 0)
         replaced.update({node: restore_alias(e, m, gathered, node, m.permutes) for node in m.kept_aliases})
     return replaced
+
+
+def _results(e: Emitter, m: Gather, outs: Node, packed: PackedOperands) -> dict[Node, Node]:
+    """Emit the value of each consumer: a result of the op, or a part of one."""
+    values: dict[Node, Node] = {}
+    for i, pack in enumerate(consumer_packs(m)):
+        sizes = [k.operand.cols for k in pack]
+        parts = packed.cut(e, e.item(outs, i), sizes, 0 if pack[0].transpose_out else 1)
+        for k, part in zip(pack, parts, strict=True):
+            node = k.compute.node
+            values[node] = e.reshape(part, shape_of(node), old=node if len(pack) == 1 else None)
+    return values
 
 
 def _shard(e: Emitter, m: Gather) -> Node:
@@ -78,23 +84,35 @@ def _shard(e: Emitter, m: Gather) -> Node:
 
 
 def _rewrite_scaled(
-    e: Emitter, m: Gather, shard: Node, operands: list[Node], outer: int | Node, strategy: Strategy | DispatchTable, site: str
+    e: Emitter,
+    m: Gather,
+    shard: Node,
+    outer: int | Node,
+    strategy: Strategy | DispatchTable,
+    site: str,
+    packed: PackedOperands,
 ) -> dict[Node, Node]:
     """Emit the op for float8. It takes scales, adds biases itself, and returns the scales of kept rows."""
-    matmuls = m.matmuls
-    scales = [p.scales for p in matmuls if p.scales is not None]
+    assert m.scaled is not None
+    shard_scale = m.scaled.lhs
     if m.scales is not None:
         shard_scale = e.reshape(m.scales.collective.input, (numel(shape_of(m.scales.collective.input)), 1))
-    else:
-        shard_scale = scales[0].lhs
+    operands, scales, biases, dtypes = [], [], [], []
+    packs = consumer_packs(m)
+    for pack, copied in zip(packs, m.pack_copies or ("",) * len(packs), strict=True):
+        own_scales = [k.compute.scales.rhs for k in pack if k.compute.scales is not None]
+        operand, scale = packed.emit_scaled(e, [k.operand for k in pack], own_scales, "rhs" in copied)
+        operands.append(operand)
+        scales.append(scale)
+        own = [k.compute.bias for k in pack if k.compute.bias is not None]  # all consumers of a pack have one, or none has
+        biases.append(packed.emit_vectors(e, own) if own else None)
+        dtypes.append(dtype_of(pack[0].compute.node))
     keep = bool(m.kept_aliases) or bool(m.scales and m.scales.kept_aliases)
     op = e.call(
-        torch.ops.ub_overlap.all_gather_scaled_matmul.default, shard, shard_scale, operands, [s.rhs for s in scales],
-        [p.bias for p in matmuls], outer, keep, [dtype_of(p.node) for p in matmuls], scales[0].fast, str(strategy),
-        m.collective.group, site, value_is=_static_scaled_outputs(e, m, shard, keep),
+        torch.ops.ub_overlap.all_gather_scaled_matmul.default, shard, shard_scale, operands, scales, biases, outer, keep,
+        dtypes, m.scaled.fast, str(strategy), m.collective.group, site, value_is=_static_scaled_outputs(e, m, shard, keep),
     )  # fmt: skip
-    outs = e.item(op, 2)
-    replaced = {p.node: e.reshape(e.item(outs, i), shape_of(p.node), old=p.node) for i, p in enumerate(matmuls)}
+    replaced = _results(e, m, e.item(op, 2), packed)
     if m.kept_aliases:
         gathered = e.item(op, 0)
         replaced.update({node: restore_alias(e, m, gathered, node, m.permutes) for node in m.kept_aliases})
@@ -125,7 +143,7 @@ def _static_scaled_outputs(e: Emitter, m: Gather, shard: Node, keep: bool) -> Sc
     """The output values of the op for float8 if all sizes are static."""
     gathered = e.empty((m.rows, m.cols) if keep else (0,), dtype_of(shard), shard)
     scale = e.empty((m.rows, 1) if keep and m.scales is not None else (0,), torch.float32, shard)
-    outs = [e.output_value(k.compute.shape, k.compute.node) for k in m.consumers]
+    outs = [_static_result(e, pack) for pack in consumer_packs(m)]
     if gathered is None or scale is None or any(o is None for o in outs):
         return None
     return gathered, scale, outs  # type: ignore[return-value]

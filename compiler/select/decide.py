@@ -61,8 +61,8 @@ def decide(
 ) -> Decided:
     """Decide every collective of `graph`; `phase`: plan/phase.py.
 
-    `calling_line`: the source of sites that have no line of the user's code in the graph. `neighbors`: packed
-    weights. `parameters`: placeholders of parameters, None where they are not known.
+    `calling_line`: the source of sites that have no line of the user's code in the graph. `neighbors`: matrices that
+    lie next to each other in memory. `parameters`: placeholders of parameters, None where they are not known.
     """
     candidates = find_candidates(graph)
     if phase != "forward":

@@ -44,7 +44,7 @@ class SiteCosts:
     hints: Hints
     ranges: Ranges
     neighbors: Neighbors = field(default_factory=dict)
-    """Packed weights."""
+    """Packed weights, and cached casts of siblings."""
     profiles: dict[str, Profile] = field(default_factory=dict)
     """By digest."""
     choices: dict[tuple[Any, ...], StrategyChoice] = field(default_factory=dict)

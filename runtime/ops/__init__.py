@@ -11,6 +11,7 @@
     compare                                                     verification
     fp8_amax_history, fp8_first_amax, fp8_record_amax           delayed scaling
     fp8_cached_weight                                           float8 weights that outlive a call
+    fp8_packed_casts                                            several of them as one matrix (packed_weight.py)
     fp8_layout_copy                                             a transposed copy that is not fused
 
 Every op that overlaps ends with (str strategy, str group, str site). C++ implements it (csrc/bindings/ops/).

@@ -1,6 +1,6 @@
 """fp8_cached_weight: return the float8 cast of a weight from the weight cache, up to date.
 
-    fp8_cached_weight(Tensor weight, ScalarType round_to, int? axis, Tensor? after, bool reuse_forward)
+    fp8_cached_weight(Tensor weight, ScalarType round_to, int? axis, Tensor? after, bool reuse_forward, Tensor[] siblings)
         -> (Tensor q, Tensor scale)
     fp8_cached_weight_transposed(Tensor weight, ScalarType round_to, int? axis, Tensor q) -> Tensor
     fp8_cached_weight_copy(Tensor cached) -> Tensor
@@ -10,6 +10,8 @@ the cache and must not be written to.
 `round_to`: the 16-bit type to which float32 is rounded first. `after`: a tensor of backward that orders the op; not read.
 `reuse_forward`: the call is in backward and its forward has used the cast. Then the forward's cast is returned unchecked, if
 no other forward has used it since (csrc/core/forward_uses.h).
+`siblings`: none, or weights [R_i, C] with this one among them. Their first casts are allocated next to each other in this
+order, so that fp8_packed_casts needs no copy. Casts that exist stay where they are. Several siblings have axis -1.
 
 fp8_cached_weight_transposed returns a contiguous [C, R] copy of the `q` that fp8_cached_weight has returned. The first call
 allocates it. From then on every cast of the weight writes it too.
@@ -22,6 +24,8 @@ fp8_cached_weight_miss for a weight that it has not cached.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,10 +37,15 @@ _ARGUMENTS, _RESULTS = "Tensor weight, ScalarType round_to, int? axis", "(Tensor
 
 
 def fp8_cached_weight(
-    weight: Tensor, round_to: torch.dtype, axis: int | None, after: Tensor | None, reuse_forward: bool
+    weight: Tensor,
+    round_to: torch.dtype,
+    axis: int | None,
+    after: Tensor | None,
+    reuse_forward: bool,
+    siblings: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Return (q, scale)."""
-    cached = cache.find(weight, round_to, axis) or cache.insert(weight, round_to, axis)
+    cached = cache.find(weight, round_to, axis) or cache.insert(weight, round_to, axis, siblings)
     with cached.lock:
         if not cached.forward_uses.can_reuse(reuse_forward):
             refresh(weight, round_to, axis, cached)
@@ -45,15 +54,15 @@ def fp8_cached_weight(
 
 
 def fp8_cached_weight_miss(
-    weight: Tensor, round_to: torch.dtype, axis: int | None, reuse_forward: bool
+    weight: Tensor, round_to: torch.dtype, axis: int | None, reuse_forward: bool, siblings: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return (q, scale) on CUDA of a weight that is not in the C++ cache yet."""
     if torch.cuda.is_current_stream_capturing():  # a copy made for the capture, or a first call: memory of that graph
-        cached = allocate(weight, axis)
+        (cached,) = allocate([weight], axis)
         refresh(weight, round_to, axis, cached)
         return cached.q, cached.scale
-    cache.insert(weight, round_to, axis)
-    return torch.ops.ub_overlap.fp8_cached_weight.default(weight, round_to, axis, None, reuse_forward)
+    cache.insert(weight, round_to, axis, siblings)
+    return torch.ops.ub_overlap.fp8_cached_weight.default(weight, round_to, axis, None, reuse_forward, list(siblings))
 
 
 def fp8_cached_weight_transposed(weight: Tensor, round_to: torch.dtype, axis: int | None, q: Tensor) -> Tensor:
@@ -79,9 +88,14 @@ def fp8_cached_weight_copy(cached: Tensor) -> Tensor:
 
 
 def _fake(
-    weight: Tensor, round_to: torch.dtype, axis: int | None, after: Tensor | None, reuse_forward: bool
+    weight: Tensor,
+    round_to: torch.dtype,
+    axis: int | None,
+    after: Tensor | None,
+    reuse_forward: bool,
+    siblings: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    scale = weight.new_empty(scale_shape(weight, axis), dtype=torch.float32)
+    scale = weight.new_empty(scale_shape(weight.shape, axis), dtype=torch.float32)
     return weight.new_empty(weight.shape, dtype=FORMAT), scale
 
 
@@ -89,8 +103,14 @@ def _fake_transposed(weight: Tensor, round_to: torch.dtype, axis: int | None, q:
     return q.new_empty(q.shape[::-1])
 
 
-define_python_op(f"fp8_cached_weight({_ARGUMENTS}, Tensor? after, bool reuse_forward) -> {_RESULTS}", fp8_cached_weight, _fake)
-define_python_op(f"fp8_cached_weight_miss({_ARGUMENTS}, bool reuse_forward) -> {_RESULTS}", fp8_cached_weight_miss, None)
+define_python_op(
+    f"fp8_cached_weight({_ARGUMENTS}, Tensor? after, bool reuse_forward, Tensor[] siblings) -> {_RESULTS}",
+    fp8_cached_weight,
+    _fake,
+)
+define_python_op(
+    f"fp8_cached_weight_miss({_ARGUMENTS}, bool reuse_forward, Tensor[] siblings) -> {_RESULTS}", fp8_cached_weight_miss, None
+)
 define_python_op(
     f"fp8_cached_weight_transposed({_ARGUMENTS}, Tensor q) -> Tensor", fp8_cached_weight_transposed, _fake_transposed
 )

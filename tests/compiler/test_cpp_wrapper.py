@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.compiler.rank_compile import INDUCTOR, world_name
+from tests.fp8.rank_fp8 import NO_ROWS
 from tests.harness.ranks import RankPool
 from tests.models.compare import error, uncached
 from ub_overlap import _torch_compat as compat
@@ -57,7 +58,10 @@ def run(rank: int, world: int, options: dict[str, Any]) -> tuple[dict[str, float
     return {n: error(found[n], eager[n], n) for n in eager}, {(d.phase, d.kind.value) for d in decisions if d.overlapped}
 
 
-@pytest.mark.parametrize("options", [{}, {"fp8": "all"}], ids=["16 bits", "float8"])
+PACKED = pytest.param({"fp8": {"recipe": "rowwise"}, "pack": "force"}, id="packed float8", marks=NO_ROWS)
+
+
+@pytest.mark.parametrize("options", [pytest.param({}, id="16 bits"), pytest.param({"fp8": "all"}, id="float8"), PACKED])
 def test_cpp_wrapper(pool2: RankPool, options: dict[str, Any]) -> None:
     for errors, sites in pool2.run(run, options, timeout=380):
         assert {("forward", "all_gather_matmul"), ("forward", "matmul_reduce_scatter")} <= sites

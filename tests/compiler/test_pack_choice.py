@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.compiler.dags import Dag, aten
 from ub_overlap.compiler.cost import SiteShape, choose, load, predict
+from ub_overlap.compiler.fp8.state.cached_weights import cast_neighbors
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
 from ub_overlap.compiler.select.decide import decide
+from ub_overlap.runtime import ops  # noqa: F401  (registers fp8_cached_weight)
 
 H200 = load("h200")
 AUTO = Options(profile="h200")
@@ -35,6 +39,29 @@ def summed(ranks: int, channels: int, widths: list[int], options: Options = AUTO
     for term in terms[1:]:
         total = d.call(aten.add.Tensor, total, term)
     return decide(d.output(d.scatter(total)), options, "backward", lambda *_: None).plan
+
+
+def gathered_float8(
+    ranks: int, channels: int, widths: list[int], options: Options = AUTO, by_rows: bool = True, is_cached: bool = True
+) -> Plan:
+    """Return the plan of the same gather in float8. `is_cached`: the weights are cast by the weight cache, as siblings."""
+    d = Dag(ranks)
+    weights = [d.input(f"w{i}", n, channels) for i, n in enumerate(widths)]
+    if is_cached:
+        pairs = [d.call(torch.ops.ub_overlap.fp8_cached_weight.default, w, d.dtype, -1, None, False, weights) for w in weights]
+        operands = [(d.call(operator.getitem, pair, 0), d.t(d.call(operator.getitem, pair, 1))) for pair in pairs]
+    d.dtype = torch.float8_e4m3fn
+    g = d.gather(d.input("x", 8192 // ranks, channels))
+    if not is_cached:
+        operands = [(d.input(f"q{i}", n, channels), None) for i, n in enumerate(widths)]
+    d.dtype = torch.float32
+    s = d.gather(d.input("s", 8192 // ranks, 1)) if by_rows else d.input("s", 1, 1)
+    results = []
+    for i, (q, scale) in enumerate(operands):
+        scale = scale if scale is not None else d.input(f"s{i}", 1, widths[i] if by_rows else 1)
+        results.append(d.call(aten._scaled_mm.default, g, d.t(q), s, scale, None, None, torch.bfloat16, True))
+    graph = d.output(*results)
+    return decide(graph, options, "forward", lambda *_: None, neighbors=cast_neighbors(graph, 0)).plan
 
 
 def only(plan: Plan) -> Decision:
@@ -66,6 +93,32 @@ def test_the_largest_stays_apart() -> None:
     site = only(gathered(8, 8192, [7168, 128, 128, 128]))
     assert site.packs == (1, 3)
     assert dict(site.shapes)["matmul0"] == "[8192, 8192] @ [8192, 7168]"
+
+
+@pytest.mark.parametrize("widths", [[1024, 256, 256], [3584, 3584]])
+def test_float8_casts_of_siblings_need_no_copy(widths: list[int]) -> None:
+    """q, k, v and w1, w3 of 8B over 4 ranks. A copy costs the price of its bytes, and that of the scales."""
+    free, copied, apart = (
+        gathered_float8(4, 4096, widths, replace(AUTO, pack=pack), is_cached=is_cached).decisions[0]
+        for pack, is_cached in (("auto", True), ("force", False), ("off", True))
+    )
+    assert free.packs == copied.packs == (len(widths),) and free.work is not None and free.work.dtype == "float8"
+    assert (free.pack_bytes, copied.pack_bytes) == (0, sum(widths) * (4096 + 4))
+    best, plain, other = (min(us for _, us in d.predicted) for d in (free, apart, copied))
+    assert best < plain and best < other and "packed as" in free.detail
+
+
+@pytest.mark.parametrize("pack", ["auto", "force"])
+def test_float8_with_one_scale_for_each_tensor_stays_apart(pack: str) -> None:
+    options = replace(AUTO, pack=pack)
+    site = gathered_float8(4, 4096, [1024, 256, 256], options, by_rows=False, is_cached=False).decisions[0]
+    assert site.overlapped and site.packs == () and "not packed: each operand has one scale" in site.detail
+
+
+def test_wide_float8_matmuls_stay_apart() -> None:
+    """w1, w3 of 70B over 2 ranks, joined in the graph."""
+    site = gathered_float8(2, 8192, [14336, 14336], is_cached=False).decisions[0]
+    assert site.packs == () and "not packed: saves less than" in site.detail
 
 
 def test_packs_are_part_of_the_digest() -> None:

@@ -28,7 +28,7 @@ OP = torch.ops.ub_overlap.fp8_cached_weight.default
 
 
 def fp8_cached_weight(w: Tensor, round_to: torch.dtype, axis: int | None, reuse_forward: bool = False) -> tuple[Tensor, Tensor]:
-    return OP(w, round_to, axis, None, reuse_forward)
+    return OP(w, round_to, axis, None, reuse_forward, [])
 
 
 @pytest.fixture
@@ -348,7 +348,7 @@ def test_no_graph_returns_them() -> None:
     with mode:
         w.meta["val"] = torch.empty(ROWS, COLS, dtype=BF16)
     e = Emitter(graph, w, {})
-    op = e.call(OP, w, BF16, None, None, False)
+    op = e.call(OP, w, BF16, None, None, False, [])
     q, scale = e.item(op, 0), e.item(op, 1)
     transposed, own = e.call(aten.permute.default, q, [1, 0]), e.call(aten.mul.Tensor, scale, 2.0)
     graph.output((transposed, scale, own, w))

@@ -33,6 +33,7 @@ MODULES = (
     Module("broken_schedules", 300, 120),
     Module("numerics", 240, 100),
     Module("cached_weights", 240, 120),
+    Module("float8_packs", 240, 150),
     Module("delayed_scaling", 240, 120),
     Module("functions", 200, 120),
     Module("data_parallel", 200, 120),
@@ -91,6 +92,7 @@ def test_on_gpus(ranks: int, module: Module, request: pytest.FixtureRequest) -> 
         ("hosts", "random_orders and 40"),
         ("mirror", "every_op and 4"),
         ("host_gloo", "moved or reduced"),
+        ("float8_packs", "siblings"),
     ],
 )
 def test_on_cpu_ranks(module: str, selection: str) -> None:

@@ -78,6 +78,8 @@ class _CastInserter:
         # Of all linears: graphs of the same modules then identify them by the same weights, whichever linears they refuse.
         self._first_weight = {linear.weight.meta["val"].device: linear.weight for linear in reversed(linears)}
         self._cached = CachedWeights(self._weights & set(config.cached_weights))
+        if self._per_row:
+            self._cached.find_siblings(chosen.scaled[node] for node in sorted(chosen.scaled))
         self._delayed: DelayedScaling | None = None
         if config.recipe.delayed:
             self._delayed = DelayedScaling(graph, inputs, config.state, step=bool(backward))

@@ -7,6 +7,9 @@
 
 With per-row scales, backward needs scales along the other dim, which is a separate cast.
 
+Weights that multiply one value (q, k, v) are siblings: with per-row scales, their casts of forward lie next to each other in
+memory. So packed operands need no copy, in whichever graph they are packed.
+
 Each half of the graph calls the op itself. A cast that forward returned to backward would count as an intermediate, whose
 memory torch reuses for the next one. So casts may not be returned from a graph either (`copy_returned_casts`).
 """
@@ -14,17 +17,20 @@ memory torch reuses for the next one. So casts may not be returned from a graph 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 
 import torch
 from torch.fx import Graph, Node
 
 from ...graph.aten import Effect, c10d, dtype_of, element_effect, shape_of, tensor_of
 from ...graph.emitter import Emitter
+from ...graph.graph_inputs import Neighbors
 from ...graph.joint_graph import LAST_REGION, mark_recomputed
-from ...graph.matmul import FLOAT8_MULTIPLE
-from ...graph.sizes import is_same_shape
-from ..provenance import element_source
+from ...graph.matmul import FLOAT8_MULTIPLE, Matmul
+from ...graph.operand_source import find_source
+from ...graph.sizes import is_same_shape, numel
+from ..provenance import element_source, find_origin
 from ..quantized_values import QuantizedValue
 from ..recipe import NARROW
 
@@ -35,6 +41,7 @@ class CachedWeights:
     def __init__(self, weights: Collection[Node]) -> None:
         self._weights = {w for w in weights if _can_be_cached(w)}
         self._casts: set[tuple[Node, torch.dtype, int | None]] = set()
+        self._siblings: dict[Node, list[Node]] = {}
 
     def find_weight(self, value: Node) -> Node | None:
         """Return the weight that `value` is, or is a cast of to its 16-bit dtype. Return None for other values."""
@@ -56,6 +63,19 @@ class CachedWeights:
             previous = element_source(previous)
         return False
 
+    def find_siblings(self, matmuls: Iterable[Matmul]) -> None:
+        """Find the siblings among the weights of `matmuls`. A weight is in one group: the first."""
+        groups: defaultdict[tuple[object, ...], list[Node]] = defaultdict(list)
+        for matmul in matmuls:
+            source = find_source(matmul.rhs)
+            weight = self.find_weight(source.node)
+            if weight is not None and source.is_transposed and is_same_shape(source.shape, shape_of(weight)):
+                groups[find_origin(matmul.lhs.node), matmul.inner, dtype_of(source.node)].append(weight)
+        for group in groups.values():
+            weights = list(dict.fromkeys(group))
+            if len(weights) > 1 and self._siblings.keys().isdisjoint(weights):
+                self._siblings.update(dict.fromkeys(weights, weights))
+
     def emit_cast(self, e: Emitter, value: Node, axis: int | None, after: Node | None) -> QuantizedValue:
         """Emit the cached cast of `value`. `after`: in backward, the node of it that the cast must follow."""
         weight = self.find_weight(value)
@@ -63,12 +83,30 @@ class CachedWeights:
         key = weight, dtype_of(value), axis
         reuse_forward = after is not None and key in self._casts
         self._casts.add(key)
-        cast = e.call(torch.ops.ub_overlap.fp8_cached_weight.default, *key, after, reuse_forward)
+        siblings = self._siblings.get(weight, []) if axis == -1 and after is None else []
+        cast = e.call(torch.ops.ub_overlap.fp8_cached_weight.default, *key, after, reuse_forward, siblings)
         q, scale = e.item(cast, 0), e.item(cast, 1)
         mark_recomputed((cast, q, scale), LAST_REGION)
         for node in (cast, q, scale):  # also inside a checkpoint region of the program
             node.meta["ac_graph_id"] = LAST_REGION
         return QuantizedValue(q, scale)
+
+
+def cast_neighbors(graph: Graph, first_block: int) -> Neighbors:
+    """Return the cached casts of siblings, as `GraphInputs.neighbors_in` returns packed parameters.
+
+    `first_block`: the first number that is no block of those.
+    """
+    blocks: dict[tuple[object, ...], int] = {}
+    neighbors: dict[Node, tuple[int, int]] = {}
+    for cast in graph.find_nodes(op="call_function", target=torch.ops.ub_overlap.fp8_cached_weight.default):
+        weight, round_to, axis, _, _, weights = cast.args
+        if not weights:
+            continue
+        block = blocks.setdefault((*weights, round_to, axis), first_block + len(blocks))
+        offset = sum(numel(shape_of(w)) for w in weights[: weights.index(weight)])
+        neighbors.update({user: (block, offset) for user in cast.users if user.args[1] == 0})
+    return neighbors
 
 
 def emit_transposed_cast(e: Emitter, q: Node) -> Node | None:

@@ -120,7 +120,7 @@ void order_after_last_use(CachedWeight& cached, const c10::cuda::CUDAStream& str
 }  // namespace
 
 TwoTensors fp8_cached_weight(const at::Tensor& weight, at::ScalarType round_to, OptionalAxis axis,
-                             const std::optional<at::Tensor>& after, bool reuse_forward) {
+                             const std::optional<at::Tensor>& after, bool reuse_forward, at::TensorList siblings) {
     (void)after;  // an edge of the graph
     return run_op(weight.device(), [&]() -> TwoTensors {
         const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(weight.device().index());
@@ -145,10 +145,11 @@ TwoTensors fp8_cached_weight(const at::Tensor& weight, at::ScalarType round_to, 
                 return {cached->q, cached->scale};
             }
         }
-        static const auto miss = c10::Dispatcher::singleton()
-                                     .findSchemaOrThrow("ub_overlap::fp8_cached_weight_miss", "")
-                                     .typed<TwoTensors(const at::Tensor&, at::ScalarType, OptionalAxis, bool)>();
-        return miss.call(weight, round_to, axis, reuse_forward);
+        static const auto miss =
+            c10::Dispatcher::singleton()
+                .findSchemaOrThrow("ub_overlap::fp8_cached_weight_miss", "")
+                .typed<TwoTensors(const at::Tensor&, at::ScalarType, OptionalAxis, bool, at::TensorList)>();
+        return miss.call(weight, round_to, axis, reuse_forward, siblings);
     });
 }
 

@@ -81,6 +81,7 @@ TORCH_LIBRARY_IMPL(ub_overlap, CompositeExplicitAutograd, m) {
     m.impl("fp8_record_amax", &fp8_record_amax);
     m.impl("fp8_first_amax", &fp8_first_amax);
     m.impl("packed_weight", &packed_weight);
+    m.impl("fp8_packed_casts", &fp8_packed_casts);
 }
 
 TORCH_LIBRARY_IMPL(ub_overlap, CPU, m) {

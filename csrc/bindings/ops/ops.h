@@ -96,6 +96,8 @@ at::Tensor finish_all_to_all(const at::Tensor& token, const at::Tensor& input, a
 // Returns weights [N_i, K] as one matrix [sum of N_i, K]: their own memory if they lie next to each other, else a copy, which
 // is logged once for each `site`.
 at::Tensor packed_weight(at::TensorList weights, const std::string& site);
+// The same for float8 casts [N_i, K] of the weight cache and the scales [N_i, 1] of their rows.
+TwoTensors fp8_packed_casts(at::TensorList casts, at::TensorList scales, const std::string& site);
 
 // Returns the maxima [N] of the amax histories in `slots` [N], columns of current [C] and past [calls, C], and a copy of
 // `slots`. `is_step`: pushes `current` before, where it is above 0, and clears it.
@@ -124,9 +126,10 @@ void fp8_amax_history_evict(const std::string& state);
 // Copies a view of float8, such as a transposed matrix, to contiguous memory.
 at::Tensor fp8_layout_copy(const at::Tensor& view);
 // Returns the cached cast of a weight [R, C], up to date: (e4m3, scales). `reuse_forward`: in backward, whose forward has used
-// the cast. A weight that is not cached goes to fp8_cached_weight_miss, which Python has.
+// the cast. `siblings`: weights whose casts lie next to each other, with this one; none for a cast by itself. A weight that is
+// not cached goes to fp8_cached_weight_miss, which Python has.
 TwoTensors fp8_cached_weight(const at::Tensor& weight, at::ScalarType round_to, std::optional<int64_t> axis,
-                             const std::optional<at::Tensor>& after, bool reuse_forward);
+                             const std::optional<at::Tensor>& after, bool reuse_forward, at::TensorList siblings);
 // Inserts the memory of such a cast, allocated on the current stream, unless the weight is cached.
 void fp8_cached_weight_insert(const at::Tensor& weight, at::ScalarType round_to, std::optional<int64_t> axis,
                               const at::Tensor& q, const at::Tensor& scale, const at::Tensor& checksum,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,26 +25,35 @@ def find(weight: Tensor, round_to: torch.dtype, axis: int | None) -> CachedWeigh
     return None if casts is None else casts.get(_key(weight, round_to, axis))
 
 
-def insert(weight: Tensor, round_to: torch.dtype, axis: int | None) -> CachedWeight:
-    """Allocate and insert a cast for a weight that is not cached. C++ holds those of CUDA."""
-    stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
-    detached = weight.detach()
+def insert(weight: Tensor, round_to: torch.dtype, axis: int | None, siblings: Sequence[Tensor] = ()) -> CachedWeight:
+    """Allocate and insert a cast for a weight that is not cached. C++ holds those of CUDA.
 
-    def body() -> CachedWeight:
+    `siblings`: weights, `weight` among them, whose casts are allocated together. Those that are cached keep their own.
+    """
+    stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
+    weights = [w.detach() for w in siblings] or [weight.detach()]
+
+    def body() -> list[CachedWeight]:
         # On a separate thread: outside of the caller's modes and of the memory pool of a graph that is about to be captured.
         with torch.cuda.stream(stream):
-            return allocate(detached, axis)
+            return allocate(weights, axis)
 
-    cached = run_in_daemon_thread("ub_overlap fp8 weight", body).result()
+    allocated = run_in_daemon_thread("ub_overlap fp8 weight", body).result()
+    with _LOCK:  # siblings are inserted together
+        found = [_insert(w, round_to, axis, cached) for w, cached in zip(siblings or [weight], allocated, strict=True)]
+    return found[next(i for i, w in enumerate(weights) if w.data_ptr() == weight.data_ptr())]
+
+
+def _insert(weight: Tensor, round_to: torch.dtype, axis: int | None, cached: CachedWeight) -> CachedWeight:
+    """Insert a cast and return it, or the one that the weight has."""
     storage = compat.storage_id(weight)
-    with _LOCK:
-        casts = _BY_STORAGE.get(storage)
-        if casts is None:
-            casts = _BY_STORAGE[storage] = {}
-            finalizer = weakref.finalize(weight.untyped_storage(), _evict, storage)
-            finalizer.atexit = False  # type: ignore[attr-defined]
-        if not has_kernel(weight):
-            return casts.setdefault(_key(weight, round_to, axis), cached)
+    casts = _BY_STORAGE.get(storage)
+    if casts is None:
+        casts = _BY_STORAGE[storage] = {}
+        finalizer = weakref.finalize(weight.untyped_storage(), _evict, storage)
+        finalizer.atexit = False  # type: ignore[attr-defined]
+    if not has_kernel(weight):
+        return casts.setdefault(_key(weight, round_to, axis), cached)
     memory = cached.q, cached.scale, cached.checksum, cached.scratch
     torch.ops.ub_overlap.fp8_cached_weight_insert.default(weight, round_to, axis, *memory)
     return cached

@@ -7,7 +7,9 @@ column [1, C].
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -44,18 +46,28 @@ class CachedWeight:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def scale_shape(weight: Tensor, axis: int | None) -> tuple[int, ...]:
-    """Return the shape of a weight's scale."""
-    rows, cols = weight.shape
+def scale_shape(shape: Sequence[int], axis: int | None) -> tuple[int, ...]:
+    """Return the shape of the scale of a weight of this shape."""
+    rows, cols = shape
     return () if axis is None else (rows, 1) if axis == -1 else (1, cols)
 
 
-def allocate(weight: Tensor, axis: int | None) -> CachedWeight:
-    """Allocate memory for the cast of `weight`, on the current stream."""
+def allocate(weights: Sequence[Tensor], axis: int | None) -> list[CachedWeight]:
+    """Allocate memory for the casts of `weights`, on the current stream: next to each other, and so are their scales.
+
+    Several weights have one number of columns, and axis -1.
+    """
+    first, ends = weights[0], list(accumulate(weight.shape[0] for weight in weights))
+    shape = (ends[-1], first.shape[1])
     # e4m3 zeros: a cast that never ran leaves no garbage
-    q = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device).view(FORMAT)
-    scale = torch.zeros(scale_shape(weight, axis), dtype=torch.float32, device=weight.device)
-    return CachedWeight(q, scale, torch.zeros(2, dtype=torch.int64, device=weight.device), _scratch(scale))
+    q = torch.zeros(shape, dtype=torch.uint8, device=first.device).view(FORMAT)
+    scale = torch.zeros(scale_shape(shape, axis), dtype=torch.float32, device=first.device)
+    if len(weights) == 1:
+        parts = [(q, scale)]
+    else:
+        parts = [(q[end - w.shape[0] : end], scale[end - w.shape[0] : end]) for w, end in zip(weights, ends, strict=True)]
+    checksums = torch.zeros(len(weights), 2, dtype=torch.int64, device=first.device)
+    return [CachedWeight(*part, checksum, _scratch(part[1])) for part, checksum in zip(parts, checksums, strict=True)]
 
 
 def _scratch(scale: Tensor) -> Tensor:

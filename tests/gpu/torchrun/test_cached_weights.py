@@ -20,7 +20,7 @@ UNTOUCHED = 77
 
 
 def op(w: Tensor, axis: int | None, round_to: torch.dtype = BF16, reuse_forward: bool = False) -> tuple[Tensor, Tensor]:
-    return torch.ops.ub_overlap.fp8_cached_weight.default(w, round_to, axis, None, reuse_forward)
+    return torch.ops.ub_overlap.fp8_cached_weight.default(w, round_to, axis, None, reuse_forward, [])
 
 
 def same(a: Tensor, b: Tensor) -> bool:
