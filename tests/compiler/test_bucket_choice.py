@@ -62,7 +62,7 @@ def test_buckets_cost_nothing_else(seed: int, tmp_path: Path, monkeypatch: pytes
         return decide(random_graph(seed).graph, options, phase, lambda *_: None).plan
 
     found = plan()
-    monkeypatch.setattr(split_planner, "form_buckets", lambda splits, *_: {i: s for i, s in splits.items() if s.may_be_alone})
+    monkeypatch.setattr(split_planner, "find_buckets", lambda *_: [])
     without = plan()
     assert set(buckets(without.decisions)) == {"-"}
     assert saved_us(found) > saved_us(without) - NOISE_US
