@@ -52,22 +52,24 @@ def join_requested(splits: Mapping[int, SplitCandidate], costs: SiteCosts) -> di
     result = {i: s for i, s in splits.items() if s.may_be_alone}
     for members in requested.values():
         if len(members) > 1 and len(kinds := {_class_of(m, may_coalesce=True) for m in members}) == 1 and None not in kinds:
-            result = {i: s for i, s in result.items() if s not in members}
             bucket = _join(members, costs)
-            result[bucket.number] = bucket
+            result = {i: s for i, s in result.items() if i not in bucket.numbers} | {bucket.number: bucket}
     return dict(sorted(result.items()))
 
 
 def find_buckets(
-    splits: Iterable[SplitCandidate], bounds: Bounds, until_us: Sequence[float], costs: SiteCosts
+    splits: Iterable[SplitCandidate], bounds: Bounds, until_us: Sequence[float], costs: SiteCosts, mixed: bool
 ) -> list[SplitCandidate]:
-    """Return buckets of neighbors among `splits`. `until_us`: by position, the microseconds of all nodes in front."""
+    """Return buckets of neighbors among `splits`.
+
+    `until_us`: by position, the time in front without transfers. `mixed`: large and small ones may be in one bucket.
+    """
     limits = _Limits(until_us, min(MOST_BYTES, costs.policy.split_bytes // 2))  # the next bucket may be in flight then
     classes: dict[tuple[Any, ...], list[_Group]] = {}
     for s in splits:
         key, alone = _class_of(s, costs.policy.may_coalesce), _Group.of(s, *bounds[s.number])
-        if key is not None and limits.allow(alone):
-            classes.setdefault(key, []).append(alone)
+        if key is not None and (s.is_small or costs.policy.may_coalesce) and limits.allow(alone):
+            classes.setdefault((*key, mixed or is_copied(s.window.collective)), []).append(alone)
     groups = [group for alike in classes.values() for group in _join_neighbors(alike, limits)]
     return [_join(group.members, costs) for group in groups if len(group.members) > 1]
 

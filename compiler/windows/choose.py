@@ -84,10 +84,15 @@ class _Round:
         open_splits = {i for s in self.splits.values() if s.number not in self.placed for i in s.numbers}
         return {i for i in self.reduced & open_splits if self.assignments[i].alternative is None}
 
+    @property
+    def worth_with_delays(self) -> Benefit:
+        """The worth less the time for which other collectives wait for those that are placed."""
+        return self.worth.plus_us(-sum(p.delays_us for places in self.placed.values() for p in places))
+
     def saved_us(self, i: int) -> float:
-        """Return what candidate `i` saves alone."""
-        alternative = self.assignments[i].alternative
-        return alternative.benefit.saved_us if alternative is not None else saved_us(self.placed.get(i, ()))
+        """Return what candidate `i` saves alone, less the time for which other collectives wait for it."""
+        alternative, places = self.assignments[i].alternative, self.placed.get(i, ())
+        return alternative.benefit.saved_us if alternative else saved_us(places) - sum(p.delays_us for p in places)
 
 
 _TAKEN = Miss(Reason.MATMUL_TAKEN, "its matmuls hide split collectives, which saves more")
@@ -130,12 +135,12 @@ def _best_round(planner: SplitPlanner, assign: Assign) -> _Round:
 def _with_buckets(planner: SplitPlanner, assign: Assign, alone: _Round) -> _Round:
     """Return `alone` with collectives in those buckets that save more than their members alone, or `alone` itself.
 
-    Buckets of small collectives only are another arrangement.
+    Large and small ones in buckets of their own are another arrangement.
     """
     best, tried = alone, list[list[tuple[int, ...]]]()
-    for only_small in (False, True) if planner.costs.policy.may_coalesce else (True,):
+    for mixed in (True, False) if planner.costs.policy.may_coalesce else (False,):
         planner.splits = dict(alone.splits)
-        buckets = planner.find_buckets(alone.assignments, only_small)
+        buckets = planner.find_buckets(alone.assignments, alone.order, mixed)
         for _ in range(ROUNDS):
             if not buckets or [b.numbers for b in buckets] in tried:
                 break
@@ -143,7 +148,7 @@ def _with_buckets(planner: SplitPlanner, assign: Assign, alone: _Round) -> _Roun
             this = _arrange(planner, assign, alone, buckets)
             better = [b for b in buckets if this.saved_us(b.number) > sum(map(alone.saved_us, b.numbers))]
             if len(better) == len(buckets):
-                best = max(best, this, key=lambda one: one.worth)  # the first of equals
+                best = max(best, this, key=lambda one: one.worth_with_delays)  # the first of equals
                 break
             buckets = better
     return best

@@ -105,10 +105,10 @@ class SplitPlanner:
         """Whether some collectives may be sent in a bucket."""
         return not self.may_differ and sum(s.may_share and not s.is_required for s in self._all.values()) > 1
 
-    def find_buckets(self, assignments: Sequence[Assignment], only_small: bool) -> list[SplitCandidate]:
+    def find_buckets(self, assignments: Sequence[Assignment], order: FusionOrder, mixed: bool) -> list[SplitCandidate]:
         """Return the buckets of collectives that are alone: as split collectives, as kernels of few tokens, or plain.
 
-        `only_small`: of those below the threshold.
+        `mixed`: large and small ones may be in one bucket.
         """
 
         def is_free(s: SplitCandidate) -> bool:
@@ -116,10 +116,13 @@ class SplitPlanner:
             return (site is None or isinstance(site, Fused)) and s.halves is None and s.zero_copy_times is None
 
         alone = {i: self.splits.get(i, s) for i, s in self._all.items() if not s.is_required}
-        free = [s for s in alone.values() if s.may_share and not s.bucket and is_free(s) and (s.is_small or not only_small)]
+        free = [s for s in alone.values() if s.may_share and not s.bucket and is_free(s)]
         moving = moving_nodes(s.window for s in (*self.splits.values(), *free))
-        bounds = {s.number: s.window.bounds(self._plain_order, moving) for s in free}
-        return find_buckets(free, bounds, [0.0, *accumulate(self._clock)], self.costs)
+        bounds = {s.number: s.window.bounds(order, moving) for s in free}
+        split = {i for s in self.splits.values() for i in s.numbers} | bounds.keys()
+        items = self._items(assignments, order, split)
+        until = [0.0, *accumulate(max(0.0, item.us - item.link_us) for item in items)]
+        return find_buckets(free, bounds, until, self.costs, mixed)
 
     def _hidden_us(self, s: SplitCandidate) -> float:
         """Return the time of all that runs in a window."""
