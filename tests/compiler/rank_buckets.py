@@ -64,4 +64,4 @@ def run_blocks(rank: int, world: int, options: dict[str, Any], device: str = "cp
     if len(plans) != 2 or min(sizes) <= 3:
         return f"{len(plans)} plans, collectives in buckets: {sizes}"
     large = [sum(name != "-" and size(d) > 2 for d, name in zip(p.decisions, buckets(p.decisions), strict=True)) for p in plans]
-    return "" if width < 1024 or min(large) > 1 else f"weights in buckets: {large}"
+    return "" if width < 1024 or max(large) > 1 else f"weights in buckets: {large}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.compiler.rank_buckets import Block, buckets
 from tests.compiler.rank_compile import world_name
 from tests.models.compare import Comparison, compare, uncached
 from ub_overlap.compiler.match import bucket_parts
-from ub_overlap.compiler.options import Options
+from ub_overlap.compiler.options import Options, parse
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.rewrite.part_strides import Outputs
@@ -59,7 +60,7 @@ def run_graph(rank: int, world: int, collective: str) -> str:
 
     d = make()
     phase = "forward" if collective == "all_gather" else "backward"
-    decided = decide(d.graph, AUTO, phase, lambda *_: None)
+    decided = decide(d.graph, in_one_bucket(decide(make().graph, AUTO, phase, lambda *_: None).plan), phase, lambda *_: None)
     names = buckets(decided.plan.decisions)
     if len(set(names)) != 1 or "-" in names:
         return f"buckets {names}: {[x.detail for x in decided.plan.decisions]}"
@@ -74,6 +75,14 @@ def run_graph(rank: int, world: int, collective: str) -> str:
         if a.shape != b.shape or a.stride() != b.stride() or a.dtype != b.dtype or not torch.equal(a, b):
             return f"result {i}: {a.shape} {a.stride()} {a.dtype}, expected {b.shape} {b.stride()} {b.dtype}"
     return ""
+
+
+def in_one_bucket(plan: Plan) -> Options:
+    """Return options with the collectives of `plan` in one bucket."""
+    saved = json.loads(plan.to_json())
+    for row in saved["sites"]:
+        row |= {"strategy": "split", "reason": None, "window": {"bucket": "all"}}
+    return replace(AUTO, overrides=parse({"overrides": saved}, frozenset())[0].overrides)
 
 
 def code_of(rank: int, world: int, cpp_wrapper: bool = False) -> tuple[list[str], list[Plan]]:
