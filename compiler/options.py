@@ -108,8 +108,8 @@ class Options:
     coalesce: Literal["auto", "off"] = typed_field(
         "auto",
         "split gathers of parameters and reductions of gradients as one coalesced collective, which has the fixed steps of one "
-        'and copies nothing to join them. "auto": neighbors, where predicted to be faster; "off": only those below `min_bytes`, '
-        "copied together",
+        'and copies nothing to join them. "auto": neighbors, where predicted to be faster; "off": only those below '
+        "`min_bytes`, copied together",
     )
     few_tokens: Literal["auto", "off"] = typed_field(
         "auto",

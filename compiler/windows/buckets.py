@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from ..cost.profile import Profile
@@ -145,7 +146,7 @@ def _join_neighbors(alone: Sequence[_Group], limits: _Limits) -> list[_Group]:
     """Return the groups of collectives of one class, which are `alone` before."""
     groups = sorted(alone, key=lambda group: (group.place, group.members[0].number))
     times = [limits.until_us[group.place] for group in groups]
-    gaps = [(round(after - before), i) for i, (before, after) in enumerate(zip(times, times[1:], strict=False))]
+    gaps = [(round(after - before), i) for i, (before, after) in enumerate(pairwise(times))]
     group_of = list(range(len(groups)))
     for _, i in sorted(gaps):
         left, right = group_of[i], group_of[i + 1]

@@ -351,7 +351,8 @@ class _Sweep:
             self.left[t.group, o.slot] = self.now
             slowed = t.matmul_slowdown * t.transfer_us
             saved = t.plain_us - t.start_us - t.finish_us - t.release_us - exposed - slowed
-            self.placed[k] = Placed(o.start, o.number, position, self.next_number(), o.slot, exposed, saved, delays_us=o.delays_us)
+            finish = position, self.next_number()
+            self.placed[k] = Placed(o.start, o.number, *finish, o.slot, exposed, saved, delays_us=o.delays_us)
             if t.release is not None:
                 self.unreleased[k] = o
         self.release_all(position)
