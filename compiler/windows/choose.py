@@ -146,11 +146,13 @@ def _with_buckets(planner: SplitPlanner, assign: Assign, alone: _Round) -> _Roun
                 break
             tried.append([b.numbers for b in buckets])
             this = _arrange(planner, assign, alone, buckets)
-            better = [b for b in buckets if this.saved_us(b.number) > sum(map(alone.saved_us, b.numbers))]
-            if len(better) == len(buckets):
+            gains = {b.number: this.saved_us(b.number) - sum(map(alone.saved_us, b.numbers)) for b in buckets}
+            dropped = {i for i, gain in gains.items() if gain <= 0}
+            if not dropped and this.lost <= alone.lost:
                 best = max(best, this, key=lambda one: one.worth_with_delays)  # the first of equals
                 break
-            buckets = better
+            dropped = dropped or {min(gains, key=lambda i: (gains[i], i))}  # another collective found no place
+            buckets = [b for b in buckets if b.number not in dropped]
     return best
 
 
