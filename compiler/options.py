@@ -105,6 +105,12 @@ class Options:
         'split gathers whose result is not copied out of landing memory. "auto": where all readers are in the graph and it is '
         'predicted to be faster; "off": none. On two H200s whole steps gained nothing',
     )
+    coalesce: Literal["auto", "off"] = typed_field(
+        "auto",
+        "split gathers of parameters and reductions of gradients as one coalesced collective, which has the fixed steps of one "
+        'and copies nothing to join them. "auto": neighbors, where predicted to be faster; "off": only those below '
+        "`min_bytes`, copied together",
+    )
     few_tokens: Literal["auto", "off"] = typed_field(
         "auto",
         'collectives of few tokens as one kernel with what follows them: bias, norms, residual. "auto": where the profile says '

@@ -36,9 +36,10 @@ class Policy:
     split_bytes: int = 0
     may_zero_copy: bool = False
     may_fuse: bool = False
+    may_coalesce: bool = True
     hierarchical: str = "auto"
-    """The options of these names. `may_split`: `split` is "auto", and `overlap` not "off". `may_zero_copy`, `may_fuse`:
-    `zero_copy` and `few_tokens` are "auto"."""
+    """The options of these names. `may_split`: `split` is "auto", and `overlap` not "off". `may_zero_copy`, `may_fuse`,
+    `may_coalesce`: `zero_copy`, `few_tokens` and `coalesce` are "auto"."""
     _profiles: dict[tuple[int | None, str], Profile] = field(default_factory=dict)
 
     @classmethod
@@ -48,7 +49,8 @@ class Policy:
         return cls(
             forced, threshold, options.autotune, options.profile, options.fp8.reduce_scatter, options.pack,
             options.independent_matmuls, options.split == "auto" and options.overlap != "off",
-            options.split_bytes, options.zero_copy == "auto", options.few_tokens == "auto", options.hierarchical,
+            options.split_bytes, options.zero_copy == "auto", options.few_tokens == "auto", options.coalesce == "auto",
+            options.hierarchical,
         )  # fmt: skip
 
     def is_modeled(self, device: str) -> bool:

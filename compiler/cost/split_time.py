@@ -6,7 +6,7 @@ by c10d   for a group across hosts: start launches the plain collective, which t
 both      a group with several ranks on each of several hosts: a gather across hosts is sent on within each, a reduction within
           each host across them. Blocks are put in the order of ranks in between, which takes one copy
 
-An all_to_all of ours has times of its own (all_to_all_time.py).
+A coalesced collective has its fixed steps once. An all_to_all of ours has times of its own (all_to_all_time.py).
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class SplitTimes:
 
 
 _OWN_SHARD = CostItem("copy", 1.0)
+_FIXED = frozenset({"begin", "end", "flag", "signal", "wait"})
+"""Steps that a collective of several tensors has once."""
 
 
 @lru_cache(maxsize=1024)
@@ -64,12 +66,27 @@ def split_times(shape: SiteShape, chunks: int, profile: Profile, zero_copy: bool
         pushes_us, finish_us = all_to_all_us(shape, profile)
         slowdowns = profile.matmul_slowdown, profile.push_slowdown
         return SplitTimes(plain + steps.gap_us, steps.begin_us, pushes_us, finish_us, *slowdowns, assumed=assumed)
-    program = programs(shape.key(Strategy(Mode.BULK, chunks)))[0]
-    cost, sums_follow = item_costs(shape, profile), False
-    start, transfer, finish, release = steps.begin_us, 0.0, 0.0, 0.0
+    return _own_times((shape,), chunks, profile, zero_copy)
+
+
+@lru_cache(maxsize=1024)
+def coalesced_times(shapes: tuple[SiteShape, ...], chunks: int, profile: Profile) -> SplitTimes:
+    """Predict a split collective of several tensors: the fixed steps of one; the copies, pushes and sums of each."""
+    return split_times(shapes[0], chunks, profile) if len(shapes) == 1 else _own_times(shapes, chunks, profile, False)
+
+
+def _own_times(shapes: tuple[SiteShape, ...], chunks: int, profile: Profile, zero_copy: bool) -> SplitTimes:
+    """Predict the ops of ours for a collective of one tensor or more within a host."""
+    steps, plain = profile.steps, sum(collective_us(shape, profile) + profile.steps.gap_us for shape in shapes)
+    costs = [item_costs(shape, profile) for shape in shapes]
+
+    def cost(work: CostItem) -> float:
+        return costs[0](work) if work.what in _FIXED else sum(each(work) for each in costs)
+
+    start, transfer, finish, release, sums_follow = steps.begin_us, 0.0, 0.0, 0.0, False
     if zero_copy:  # the copy queue copies the own shard, which costs concurrent matmuls as much time as it takes
         start, release = start + cost(_OWN_SHARD), steps.end_us
-    for item in program:
+    for item in programs(shapes[0].key(Strategy(Mode.BULK, chunks)))[0]:
         us = cost(item.work)
         sums_follow = sums_follow or item.work.of_sum
         if item.copies and not sums_follow:
@@ -77,7 +94,7 @@ def split_times(shape: SiteShape, chunks: int, profile: Profile, zero_copy: bool
         elif item.work != CostItem("begin") and not (zero_copy and item.work.what == "copy"):
             finish += us
     slowdowns = profile.matmul_slowdown, profile.push_slowdown
-    return SplitTimes(plain + steps.gap_us, start, transfer, finish, *slowdowns, release, assumed)
+    return SplitTimes(plain, start, transfer, finish, *slowdowns, release, why_assumed(shapes[0], profile))
 
 
 @lru_cache(maxsize=1024)

@@ -23,6 +23,7 @@ def register_lowerings() -> None:
     own = torch.ops.ub_overlap
     _lower_split_pair(own.start_collective.default, own.finish_collective.default)
     _lower_split_pair(own.start_all_to_all.default, own.finish_all_to_all.default)
+    _lower_split_pair(own.start_coalesced.default, own.finish_coalesced.default)
     _lower_release(own.release_collective.default)
     for definition in ops.DEFINITIONS.values():
         if definition.flat_overload is not None:
@@ -43,26 +44,28 @@ def _never_reuse(op: Any) -> None:
 
 
 def _lower_split_pair(start: Any, finish: Any) -> None:
-    """Give `finish` the very buffer that `start` reads, so that nothing reuses it in between, and keep the order of a slot.
+    """Give `finish` the very buffers that `start` reads, so that nothing reuses them in between, and keep the order of a slot.
 
     Inductor may compute or copy an argument for each op apart. The start's copy would be free after the start, while its
     transfer still reads it. Landing memory, which a zero-copy gather returns, is not Inductor's to reuse. A start follows the
     op by which the last collective has left its slot, although no data says so.
     """
     handler, virtualized = compat.__getattr__("fallback_handler"), compat.__getattr__("inductor_virtualized")
-    begin, end, kernel = handler(start), handler(finish), compat.__getattr__("extern_kernel_ir")
+    begin, end = handler(start), handler(finish)
     places = {argument.name: place - 1 for place, argument in enumerate(start._schema.arguments)}  # behind the input
 
     def slot_of(args: tuple[Any, ...]) -> tuple[int, str]:
         return args[places["split_slot"]], args[places["group"]]
 
-    def lower_start(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        tensor.realize()
-        held = kernel.require_contiguous(tensor)
-        held.realize()
+    def own(args: tuple[Any, ...]) -> list[Any]:
+        """Return the arguments with dtypes: traced calls hold integers, for which the C++ wrapper of torch 2.11 has no code."""
+        return [compat.dtypes(arg) if place == places.get("out_dtypes") else arg for place, arg in enumerate(args)]
+
+    def lower_start(sent: Any, *args: Any, **kwargs: Any) -> Any:
+        held = list(map(_hold, sent)) if isinstance(sent, list | tuple) else _hold(sent)
         graph = virtualized.graph
         first = len(graph.operations)
-        token = begin(held, *args, **kwargs)
+        token = begin(held, *own(args), **kwargs)
         _keep_unread(graph.operations[first:])
         state = _split_state(graph)
         state.inputs[token.get_name()] = held
@@ -71,19 +74,28 @@ def _lower_split_pair(start: Any, finish: Any) -> None:
                 graph.additional_buffer_deps[operation.get_operation_name()].add(left)
         return token
 
-    def lower_finish(token: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def lower_finish(token: Any, sent: Any, *args: Any, **kwargs: Any) -> Any:
         graph = virtualized.graph
         first = len(graph.operations)
-        result = end(token, _split_state(graph).inputs.get(token.get_name(), tensor), *args, **kwargs)
+        result = end(token, _split_state(graph).inputs.get(token.get_name(), sent), *own(args), **kwargs)
         _keep_unread(graph.operations[first:])
         if "zero_copy" in places and args[places["zero_copy"]]:
             graph.never_reuse_buffers.add(result.get_name())
         else:
-            _split_state(graph).left[slot_of(args)] = result.get_name()
+            call = next(operation for operation in graph.operations[first:] if hasattr(operation, "op_overload"))
+            _split_state(graph).left[slot_of(args)] = call.get_name()
         return result
 
     for op, lower in ((start, lower_start), (finish, lower_finish)):
         compat.__getattr__("register_lowering")(op, type_promotion_kind=None)(lower)
+
+
+def _hold(tensor: Any) -> Any:
+    """Return the contiguous buffer with the values of `tensor`."""
+    tensor.realize()
+    held = compat.__getattr__("extern_kernel_ir").require_contiguous(tensor)
+    held.realize()
+    return held
 
 
 def _keep_unread(operations: Sequence[Any]) -> None:
@@ -111,8 +123,8 @@ def _lower_release(release: Any) -> None:
 
 @dataclass(slots=True)
 class _SplitState:
-    """The split collectives of one graph of Inductor. `inputs`: by the name of the token, what was started. `left`: by slot
-    and group, the buffer of the op by which the last collective has left the slot."""
+    """The split collectives of one graph of Inductor. `inputs`: by the name of the token, the buffers that were started.
+    `left`: by slot and group, the buffer of the op by which the last collective has left the slot."""
 
     inputs: dict[str, Any] = field(default_factory=dict)
     left: dict[tuple[int, str], str] = field(default_factory=dict)

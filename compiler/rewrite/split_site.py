@@ -1,6 +1,7 @@
 """Rewrite a collective as two ops, start and finish, and if it is zero-copy a third, release. An all_to_all has ops of its own.
 
-A bucket is one such pair for several collectives (windows/buckets.py). Legend: R ranks; n elements of one input, N of all.
+A bucket is one such pair for several collectives (windows/buckets.py), of ops for several tensors where it has several parts. A
+part of one collective is what that sends. Of others, legend: R ranks; n elements of one input, N of the part.
 
     all_gather       inputs [s, ..] -> [1, n] -> cat -> [1, N] -> [R, N] -> columns [R, n] -> [R * s, ..]
     reduce_scatter   inputs [R * s, ..] -> [R, n] -> cat -> [R, N] -> [1, N] -> columns [1, n] -> [s, ..]
@@ -20,6 +21,8 @@ The layout of the graph gives the ops their places (windows/layout.py).
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch.fx import Node
@@ -28,6 +31,7 @@ from ..graph.aten import aten, dtype_of, shape_of
 from ..graph.emitter import Emitter
 from ..graph.sizes import Size
 from ..match.all_to_all import is_permute, split_args
+from ..match.bucket_parts import bucket_parts
 from ..match.collectives import Collective, Op, byte_dtype
 from ..match.site import FIRST_HALF, Split
 from ..plan.strategy import DispatchTable, Mode, Strategy
@@ -71,26 +75,63 @@ def _emit_scalings(e: Emitter, c: Collective, value: Node) -> Node:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One tensor of a bucket. `members`: the collectives whose data it has, in this order; `widths`: of their columns."""
+
+    tensor: Node
+    out_dtype: torch.dtype
+    members: list[Collective]
+    widths: list[int]
+
+
 def _rewrite_bucket(e: Emitter, m: Split, schedule: str, site: str, packed: PackedOperands) -> dict[Node, Node]:
-    c = m.collective
-    rows = c.ranks if c.op is Op.REDUCE_SCATTER else 1
-    sent = [(one, *_emit_sent(e, one)) for one in (c, *m.bucket)]
-    flat = [(one, e.reshape(tensor, (rows, math.prod(shape_of(tensor)) // rows))) for one, tensor, _ in sent]
-    out_dtype = sent[0][2]
-    flat.sort(key=lambda pair: shape_of(pair[1])[1] * out_dtype.itemsize % ALIGNMENT != 0)  # the others are aligned then
-    joined = e.call(aten.cat.default, [part for _, part in flat], 1)
-    value = _emit_pair(e, c, joined, out_dtype, m.slot, False, schedule, c.group, site)
+    collectives = (m.collective, *m.bucket)
+    sent = [_emit_sent(e, c) for c in collectives]
+    parts = [_emit_part(e, [(collectives[i], *sent[i]) for i in part]) for part in bucket_parts(collectives)]
     replaced: dict[Node, Node] = {}
-    begin = 0
-    for one, part in flat:
-        assert one.wait is not None
-        end = begin + shape_of(part)[1]
-        columns = e.call(aten.slice.Tensor, value, 1, begin, end)
-        packed.parts.append(columns)
-        result = _emit_scalings(e, one, e.reshape(columns, shape_of(one.node)))
-        replaced |= {one.wait: result, one.node: result}
-        begin = end
+    for part, value in zip(parts, _emit_transfer(e, m, parts, schedule, site), strict=True):
+        tensors = [value] if len(part.members) == 1 else _emit_columns(e, value, part.widths, packed)
+        for c, tensor in zip(part.members, tensors, strict=True):
+            assert c.wait is not None
+            shaped = e.reshape(tensor, shape_of(c.node))
+            result = _emit_scalings(e, c, shaped if c.widening else e.bitcast(shaped, dtype_of(c.node)))
+            replaced |= {c.wait: result, c.node: result}
     return replaced
+
+
+def _emit_part(e: Emitter, sent: list[tuple[Collective, Node, torch.dtype]]) -> _Part:
+    """Emit the tensor of a part: what its collective sends, or the data of several side by side."""
+    c, tensor, out_dtype = sent[0]
+    if len(sent) == 1:
+        return _Part(tensor, out_dtype, [c], [])
+    rows = c.ranks if c.op is Op.REDUCE_SCATTER else 1
+    flat = [(one, e.reshape(tensor, (rows, math.prod(shape_of(tensor)) // rows))) for one, tensor, _ in sent]
+    flat.sort(key=lambda pair: shape_of(pair[1])[1] * out_dtype.itemsize % ALIGNMENT != 0)  # the others are aligned then
+    columns = [column for _, column in flat]
+    joined = e.call(aten.cat.default, columns, 1)
+    return _Part(joined, out_dtype, [one for one, _ in flat], [shape_of(column)[1] for column in columns])
+
+
+def _emit_transfer(e: Emitter, m: Split, parts: list[_Part], schedule: str, site: str) -> list[Node]:
+    """Emit start and finish. Return the result of each part."""
+    c = m.collective
+    assert c.op is not None
+    if len(parts) == 1:
+        return [_emit_pair(e, c, parts[0].tensor, parts[0].out_dtype, m.slot, False, schedule, c.group, site)]
+    inputs, out_dtypes = [part.tensor for part in parts], [part.out_dtype for part in parts]
+    arguments = (inputs, c.op.value, c.reduce_op, out_dtypes, m.slot, schedule, c.group, site)
+    token = e.call(torch.ops.ub_overlap.start_coalesced.default, *arguments)
+    results = e.call(torch.ops.ub_overlap.finish_coalesced.default, token, *arguments)
+    return [e.item(results, i) for i in range(len(parts))]
+
+
+def _emit_columns(e: Emitter, joined: Node, widths: list[int], packed: PackedOperands) -> list[Node]:
+    """Emit the columns of a part's result, and add them to `packed`."""
+    ends = list(accumulate(widths))
+    columns = [e.call(aten.slice.Tensor, joined, 1, end - width, end) for end, width in zip(ends, widths, strict=True)]
+    packed.parts += columns
+    return columns
 
 
 def _emit_pair(

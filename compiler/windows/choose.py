@@ -5,8 +5,8 @@
 3. The windows are placed between them (placement.py).
 4. A collective that saves less there than by what was set aside gets its alternatives back, and all is done again: first
    those whose matmuls are in no placed window, which would have less to hide behind, then all.
-5. All is done again without buckets of collectives that could have kernels of their own.
-6. What saves most is taken.
+5. What saves most is taken.
+6. Neighbors are sent together in buckets (buckets.py), where that saves more: also those with kernels for few tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..select.alternatives import Alternatives
 from ..select.assignment import Assignment
 from ..select.benefit import Benefit
 from ..select.profitability import SiteCosts
-from .placed_record import Places
+from .placed_record import Places, saved_us
 from .ring_slots import has_ring
 from .split_candidates import SplitCandidate, find_splits
 from .split_planner import SplitChoice, SplitPlanner
@@ -55,15 +55,11 @@ def choose_splits(
     if not splits:
         return SplitChoice(*assign(found))
     planner = SplitPlanner(graph, candidates, found, costs, splits, may_differ)
-    if not planner.splits:
+    if not planner.splits and not planner.may_join:
         return SplitChoice(*assign(found))
-    with_kernels = planner.with_kernels()
     best = _best_round(planner, assign)
-    rest = {i: s for i, s in splits.items() if i not in with_kernels}
-    if with_kernels and rest:
-        without = planner.with_splits(rest)
-        if without.splits and (other := _best_round(without, assign)).worth > best.worth:
-            planner, best = without, other
+    if planner.may_join:
+        best = _with_buckets(planner, assign, best)
     planner.splits, lost = best.splits, best.lost
     assignments = [replace(a, result=_TAKEN) if i in lost else a for i, a in enumerate(best.assignments)]
     return planner.choice(assignments, best.order, best.placed)
@@ -71,10 +67,11 @@ def choose_splits(
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """One arrangement of a graph, and what it is worth. `splits`: in halves or whole, as placed. `reduced`: candidates whose
-    alternatives were set aside."""
+    """One arrangement of a graph, and what it is worth. `kept`: the alternatives that were weighed. `splits`: in halves or
+    whole, as placed. `reduced`: candidates whose alternatives were set aside."""
 
     worth: Benefit
+    kept: list[Alternatives]
     assignments: list[Assignment]
     order: FusionOrder
     placed: dict[int, Places]
@@ -84,7 +81,18 @@ class _Round:
     @property
     def lost(self) -> set[int]:
         """The candidates whose alternatives were set aside, and that are not placed."""
-        return {i for i in self.reduced & self.splits.keys() - self.placed.keys() if self.assignments[i].alternative is None}
+        open_splits = {i for s in self.splits.values() if s.number not in self.placed for i in s.numbers}
+        return {i for i in self.reduced & open_splits if self.assignments[i].alternative is None}
+
+    @property
+    def worth_with_delays(self) -> Benefit:
+        """The worth less the time for which other collectives wait for those that are placed."""
+        return self.worth.plus_us(-sum(p.delays_us for places in self.placed.values() for p in places))
+
+    def saved_us(self, i: int) -> float:
+        """Return what candidate `i` saves alone, less the time for which other collectives wait for it."""
+        alternative, places = self.assignments[i].alternative, self.placed.get(i, ())
+        return alternative.benefit.saved_us if alternative else saved_us(places) - sum(p.delays_us for p in places)
 
 
 _TAKEN = Miss(Reason.MATMUL_TAKEN, "its matmuls hide split collectives, which saves more")
@@ -101,7 +109,7 @@ def _best_round(planner: SplitPlanner, assign: Assign) -> _Round:
         assignments, order = assign(kept)
         placed = planner.place(assignments, order)
         worth = planner.worth(assignments, placed, reduced)
-        this = _Round(worth, assignments, order, placed, dict(planner.splits), frozenset(reduced))
+        this = _Round(worth, list(kept), assignments, order, placed, dict(planner.splits), frozenset(reduced))
         if best is None or this.worth >= best.worth:  # the last of equals: its reasons are about all alternatives
             best = this
         back = [
@@ -122,6 +130,45 @@ def _best_round(planner: SplitPlanner, assign: Assign) -> _Round:
             break
     assert best is not None
     return best
+
+
+def _with_buckets(planner: SplitPlanner, assign: Assign, alone: _Round) -> _Round:
+    """Return `alone` with collectives in those buckets that save more than their members alone, or `alone` itself.
+
+    Large and small ones in buckets of their own are another arrangement.
+    """
+    best, tried = alone, list[list[tuple[int, ...]]]()
+    for mixed in (True, False) if planner.costs.policy.may_coalesce else (False,):
+        planner.splits = dict(alone.splits)
+        buckets = planner.find_buckets(alone.assignments, alone.order, mixed)
+        for _ in range(ROUNDS):
+            if not buckets or [b.numbers for b in buckets] in tried:
+                break
+            tried.append([b.numbers for b in buckets])
+            this = _arrange(planner, assign, alone, buckets)
+            gains = {b.number: this.saved_us(b.number) - sum(map(alone.saved_us, b.numbers)) for b in buckets}
+            dropped = {i for i, gain in gains.items() if gain <= 0}
+            if not dropped and this.lost <= alone.lost:
+                best = max(best, this, key=lambda one: one.worth_with_delays)  # the first of equals
+                break
+            dropped = dropped or {min(gains, key=lambda i: (gains[i], i))}  # another collective found no place
+            buckets = [b for b in buckets if b.number not in dropped]
+    return best
+
+
+def _arrange(planner: SplitPlanner, assign: Assign, alone: _Round, buckets: Sequence[SplitCandidate]) -> _Round:
+    """Return the arrangement with `buckets` in place of their members."""
+    joined = {i for b in buckets for i in b.numbers}
+    planner.splits = {i: s for i, s in alone.splits.items() if i not in joined} | {b.number: b for b in buckets}
+    planner.splits = dict(sorted(planner.splits.items()))
+    kept = [replace(a, ranked=[]) if i in joined and a.ranked else a for i, a in enumerate(alone.kept)]
+    if any(alone.assignments[i].alternative is not None for i in joined):
+        assignments, order = assign(kept)
+    else:
+        assignments, order = alone.assignments, alone.order
+    placed = planner.place(assignments, order)
+    worth = planner.worth(assignments, placed, alone.reduced)
+    return _Round(worth, kept, assignments, order, placed, dict(planner.splits), alone.reduced)
 
 
 def _outside(i: int, alternatives: Alternatives, placed: Mapping[int, Places], order: FusionOrder) -> Alternatives:

@@ -70,6 +70,8 @@ def _part(node: Node) -> Part | None:
     parts: dict[Any, Part] = {
         ops.start_collective.default: Part.START,
         ops.finish_collective.default: Part.FINISH,
+        ops.start_coalesced.default: Part.START,
+        ops.finish_coalesced.default: Part.FINISH,
         ops.start_all_to_all.default: Part.START,
         ops.finish_all_to_all.default: Part.FINISH,
         ops.release_collective.default: Part.RELEASE,

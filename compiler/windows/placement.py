@@ -115,6 +115,8 @@ class Placed:
     """Against the plain collective."""
     release: int | None = None
     release_number: int = 0
+    delays_us: float = 0.0
+    """The time for which collectives at their places wait for it. It is no part of `saved_us`."""
 
 
 def place(
@@ -214,6 +216,8 @@ class _Open:
     slot: int
     end_us: float
     """When its data is here."""
+    delays_us: float = 0.0
+    """The time for which collectives at their places wait for it on their link."""
 
 
 @dataclass(slots=True)
@@ -347,7 +351,8 @@ class _Sweep:
             self.left[t.group, o.slot] = self.now
             slowed = t.matmul_slowdown * t.transfer_us
             saved = t.plain_us - t.start_us - t.finish_us - t.release_us - exposed - slowed
-            self.placed[k] = Placed(o.start, o.number, position, self.next_number(), o.slot, exposed, saved)
+            finish = position, self.next_number()
+            self.placed[k] = Placed(o.start, o.number, *finish, o.slot, exposed, saved, delays_us=o.delays_us)
             if t.release is not None:
                 self.unreleased[k] = o
         self.release_all(position)
@@ -371,6 +376,10 @@ class _Sweep:
         end = self.now + item.us
         if item.link_us:
             self.link_free[item.link] = max(self.link_free[item.link], self.now) + item.link_us
+            in_front = [o for k, o in self.open.items() if self.transfers[k].link == item.link]
+            if in_front and self.link_free[item.link] > end:
+                last = max(in_front, key=lambda o: (o.end_us, o.number))
+                last.delays_us += min(self.link_free[item.link] - end, max(0.0, last.end_us - self.now))
             end = max(end, self.link_free[item.link])
         self.now = end
 

@@ -6,7 +6,7 @@ A user may request it for any collective. With split="auto" these are weighed, a
     collectives of activations that no matmul takes as shards       unless other ranks may read another part of the result
     all_to_alls                                                     unless other ranks may trace other sizes
 
-Of the first kind, those below the threshold are weighed together (buckets.py).
+Of the first kind, some are weighed together (buckets.py), those below the threshold only so.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..graph.aten import PADS, alias_base, shape_of
 from ..graph.sizes import evaluate_size, numel
 from ..match import Candidate, Fused, Miss, Split
 from ..match.all_to_all import is_permute, split_args, split_sizes, why_not_split
+from ..match.bucket_parts import is_copied
 from ..match.collectives import Collective, Op
 from ..match.window import Window, WindowFinder
 from ..overrides.requested_strategy import Override
@@ -65,6 +66,8 @@ class SplitCandidate:
     """The hierarchical form, where it may have one."""
     is_small: bool = field(default=False, kw_only=True)
     """Below the threshold of the options: it is sent in a bucket, or left alone."""
+    may_share: bool = field(default=False, kw_only=True)
+    """It may be sent in a bucket."""
     requested_bucket: str = field(default="", kw_only=True)
     """The bucket that a saved plan has it in."""
     bucket: tuple[SplitCandidate, ...] = ()
@@ -115,7 +118,7 @@ def find_splits(
         if not requested and not (costs.policy.may_split and costs.policy.is_weighed(device)):
             continue
         small = too_small(Split(c), costs.policy, requested, costs.hints)
-        may_share = _fits_bucket(c) and all(isinstance(a.site, Fused) for a in alternatives.ranked)
+        may_share = _fits_bucket(c) and not (small and any(not isinstance(a.site, Fused) for a in alternatives.ranked))
         # Across hosts the latency of a small collective is worth hiding too.
         priced = _price(c, costs, requested, small if c.hosts == 1 and not may_share else None)
         if isinstance(priced, Miss):
@@ -132,15 +135,18 @@ def find_splits(
             split = _split_candidate(i, window, priced, requested, costs, widening, by_order)
             is_small, bucket = bool(small) and may_share and not is_inner, override.bucket if override and may_share else ""
             times = split.times
-            if (is_small or bucket) and c.hosts == 1:
+            if (is_small or (bucket and is_copied(c))) and c.hosts == 1:
                 times = _with_measured_plain(times, priced, costs.policy.profile(c.ranks, device))
-            splits[i] = replace(split, times=times, is_inner=is_inner, is_small=is_small, requested_bucket=bucket)
+            splits[i] = replace(
+                split, times=times, is_inner=is_inner, is_small=is_small, requested_bucket=bucket,
+                may_share=may_share and not is_inner,
+            )  # fmt: skip
     return splits
 
 
 def _fits_bucket(c: Collective) -> bool:
-    """Return whether a collective may be sent together with others: its sizes are known, and its type has sums."""
-    if c.op not in _BUCKETED or c.narrow_dtype.itemsize == 1 or c.reduce_op not in ("", "sum", "avg"):
+    """Return whether a collective may be sent together with others: its sizes are known. Bytes are not copied into a bucket."""
+    if c.op not in _BUCKETED or c.reduce_op not in ("", "sum", "avg") or (c.narrow_dtype.itemsize == 1 and is_copied(c)):
         return False
     return all(isinstance(size, int) and size > 0 for size in (*shape_of(c.input), *shape_of(c.node)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -16,7 +15,7 @@ from ..cost.profile import Profile
 from ..cost.site_sizes import shape_of_site
 from ..cost.split_time import split_times
 from ..graph.compute import is_compute
-from ..match import Candidate, Miss, Split
+from ..match import Candidate, Fused, Miss, Split
 from ..match.collectives import Collective, Op
 from ..match.fusion_order import FusionOrder
 from ..match.site import FIRST_HALF
@@ -27,7 +26,7 @@ from ..select.alternatives import Alternative, Alternatives
 from ..select.assignment import Assignment
 from ..select.benefit import NO_BENEFIT, Benefit, total_benefit
 from ..select.profitability import SiteCosts
-from .buckets import form_buckets
+from .buckets import find_buckets, join_requested
 from .hierarchy import shortest_us
 from .landing_result import release_position
 from .node_times import NodeTimes, next_to_collectives
@@ -67,6 +66,8 @@ class SplitPlanner:
     splits: dict[int, SplitCandidate]
     may_differ: bool
     """Whether other ranks may have another graph (ring_slots.py)."""
+    _all: dict[int, SplitCandidate] = field(init=False)
+    """All candidates alone, also those that are in no bucket yet."""
     _clock: list[float] = field(init=False)
     """Microseconds of the graph's nodes, in the order with nothing fused."""
     _plain_order: FusionOrder = field(init=False)
@@ -81,22 +82,15 @@ class SplitPlanner:
         times = NodeTimes.of(self.graph, self._profile(), self.costs.hints, untimed, only_compute=self.may_differ)
         self._plain_order = FusionOrder(self.graph)
         self._clock = [times.us(n) for n in self._plain_order.items]
-        self._form()
-
-    def _form(self) -> None:
-        """Put small collectives in buckets, and drop halves that gain nothing."""
-        self.splits = self._in_buckets()
+        self._all = self.splits
+        if self.may_differ:  # ranks with other graphs could not agree on buckets
+            self.splits = {i: s for i, s in self._all.items() if s.may_be_alone}
+        else:
+            self.splits = join_requested(self._all, self.costs)
         self._firsts = {i: s.number for s in self.splits.values() for i in s.numbers}
         for i, s in self.splits.items():
             if s.halves is not None and not self._is_faster_in_halves(s):
                 self.splits[i] = replace(s, halves=None)
-
-    def with_splits(self, splits: dict[int, SplitCandidate]) -> SplitPlanner:
-        """Return the planner of other collectives of the graph, which has the same clock."""
-        other = copy.copy(self)
-        other.splits, other._set_aside_us = splits, {}
-        other._form()
-        return other
 
     def _profile(self) -> Profile:
         """Return the profile of the first window."""
@@ -106,14 +100,29 @@ class SplitPlanner:
     def needed_us(self, s: SplitCandidate) -> float:
         return max(MARGIN_US, MARGIN * s.times.plain_us)
 
-    def _in_buckets(self) -> dict[int, SplitCandidate]:
-        """Return the candidates with small ones in buckets, which ranks with other graphs could not agree on."""
-        if self.may_differ:
-            return {i: s for i, s in self.splits.items() if s.may_be_alone}
-        moving = moving_nodes(s.window for s in self.splits.values())
-        bounds = {i: s.window.bounds(self._plain_order, moving) for i, s in self.splits.items() if s.is_small}
-        until = [0.0, *accumulate(self._clock)]
-        return form_buckets(self.splits, bounds, lambda first, last: until[last] - until[first], self.costs)
+    @property
+    def may_join(self) -> bool:
+        """Whether some collectives may be sent in a bucket."""
+        return not self.may_differ and sum(s.may_share and not s.is_required for s in self._all.values()) > 1
+
+    def find_buckets(self, assignments: Sequence[Assignment], order: FusionOrder, mixed: bool) -> list[SplitCandidate]:
+        """Return the buckets of collectives that are alone: as split collectives, as kernels of few tokens, or plain.
+
+        `mixed`: large and small ones may be in one bucket.
+        """
+
+        def is_free(s: SplitCandidate) -> bool:
+            site = assignments[s.number].site
+            return (site is None or isinstance(site, Fused)) and s.halves is None and s.zero_copy_times is None
+
+        alone = {i: self.splits.get(i, s) for i, s in self._all.items() if not s.is_required}
+        free = [s for s in alone.values() if s.may_share and not s.bucket and is_free(s)]
+        moving = moving_nodes(s.window for s in (*self.splits.values(), *free))
+        bounds = {s.number: s.window.bounds(order, moving) for s in free}
+        split = {i for s in self.splits.values() for i in s.numbers} | bounds.keys()
+        items = self._items(assignments, order, split)
+        until = [0.0, *accumulate(max(0.0, item.us - item.link_us) for item in items)]
+        return find_buckets(free, bounds, until, self.costs, mixed)
 
     def _hidden_us(self, s: SplitCandidate) -> float:
         """Return the time of all that runs in a window."""
@@ -133,11 +142,6 @@ class SplitPlanner:
         transfer = sum(t.transfer_us for t in forms)
         return s.times.plain_us - sum(t.shortest_us for t in forms) - max(0.0, transfer - hidden)
 
-    def with_kernels(self) -> set[int]:
-        """Return the collectives in buckets of which one at least could have a kernel of its own."""
-        buckets = [s for s in self.splits.values() if s.bucket and not s.is_required and self._benefits(s)]
-        return {i for s in buckets for i in s.numbers}
-
     def set_aside(self, i: int, alternatives: Alternatives) -> Alternatives:
         """Return the alternatives that save more than splitting the candidate can, by what they save more.
 
@@ -148,8 +152,6 @@ class SplitPlanner:
         if first not in self.splits:
             return alternatives
         s = self.splits[first]
-        if s.bucket:
-            return self._set_aside_for_bucket(i, s, alternatives)
         best = self.best_us(s)
         if not s.is_required and best < self.needed_us(s):
             del self.splits[i]
@@ -159,18 +161,6 @@ class SplitPlanner:
         self._set_aside_us[i] = best
         reduced = [replace(a, benefit=a.benefit.plus_us(-best)) for a in alternatives.ranked]
         return replace(alternatives, ranked=[a for a in reduced if a.benefit > NO_BENEFIT and not s.is_required])
-
-    def _set_aside_for_bucket(self, i: int, s: SplitCandidate, alternatives: Alternatives) -> Alternatives:
-        """Return no alternatives of a collective in a bucket, if the bucket saves more than the best of all its collectives.
-
-        Another bucket is dropped: at its first collective, before the others are asked for.
-        """
-        if i == s.number and not s.is_required:
-            best = Benefit(0, 0, 0, self.best_us(s) - self.needed_us(s))
-            if best < total_benefit([NO_BENEFIT, *self._benefits(s)]):
-                del self.splits[i]
-                return alternatives
-        return replace(alternatives, ranked=[]) if alternatives.ranked else alternatives
 
     def _benefits(self, s: SplitCandidate) -> list[Benefit]:
         """Return the benefits of the best alternatives of the collectives that `s` stands for."""

@@ -15,7 +15,7 @@
     fp8_layout_copy                                             a transposed copy that is not fused
 
 Every op that overlaps ends with (str strategy, str group, str site). C++ implements it (csrc/bindings/ops/).
-An op with a list among its results has a second form `<name>_flat`, which returns all of them in one list. Inductor's C++
+An op with a list among several results has a second form `<name>_flat`, which returns all of them in one list. Inductor's C++
 wrapper (`cpp_wrapper=True`) calls that form.
 
 Importing this package registers the ops. It starts no process group and touches no device; the first call on a group

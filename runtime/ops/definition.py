@@ -42,7 +42,7 @@ class OpDefinition(Generic[Args]):
 
     @property
     def flat_overload(self) -> Any | None:
-        """The registered op `<name>_flat`, which returns all results in one list. None if no result of the op is a list.
+        """The registered op `<name>_flat`, which returns all results in one list. None if no result of several is a list.
 
         Inductor's C++ wrapper (`cpp_wrapper=True`) calls it: a list among several results has no code there.
         """
@@ -59,7 +59,7 @@ class OpDefinition(Generic[Args]):
         torch.library.register_fake(f"ub_overlap::{self.name}", fake, lib=LIBRARY)
         self._count_flops_of(self.name)
         arguments, _, results = self.schema.removeprefix(self.name).partition(" -> ")
-        if "Tensor[]" in results:
+        if "Tensor[]" in results and results != "Tensor[]":
             flat = f"{self.name}_flat"
             LIBRARY.define(f"{flat}{arguments} -> Tensor[]", tags=TAGS)
             LIBRARY.impl(flat, lambda *args: _flatten(self.overload(*args)), "CompositeExplicitAutograd")

@@ -20,6 +20,11 @@ def buckets(decisions: tuple[Decision, ...]) -> list[str]:
     return [(d.window and d.window.bucket) or "-" for d in decisions]
 
 
+def size(d: Decision) -> int:
+    """Return the MiB of landing memory of a split collective."""
+    return d.window.landing_bytes >> 20 if d.window else 0
+
+
 class Block(nn.Module):
     """A norm and a linear whose weight, bias and norm are this rank's shards. [M, D] -> the same."""
 
@@ -35,11 +40,11 @@ class Block(nn.Module):
         return x + F.linear(F.rms_norm(x, x.shape[-1:], norm), weight, bias)
 
 
-def run_blocks(rank: int, world: int, options: dict[str, Any], device: str = "cpu") -> str:
-    """Compare two steps of compiled blocks with eager code. Return what differs, or ""."""
+def run_blocks(rank: int, world: int, options: dict[str, Any], device: str = "cpu", width: int = 256) -> str:
+    """Compare two steps of compiled blocks with eager code. Return what differs, or "". From 1024 on weights are large."""
     torch.manual_seed(3)
-    model = nn.Sequential(*(Block(256, rank, world) for _ in range(4))).to(device)
-    x = torch.randn(4096, 256, generator=torch.Generator().manual_seed(rank)).to(device)
+    model = nn.Sequential(*(Block(width, rank, world) for _ in range(4))).to(device)
+    x = torch.randn(4096 if width < 1024 else 1024, width, generator=torch.Generator().manual_seed(rank)).to(device)
 
     def step(call: Any) -> list[Tensor]:
         model.zero_grad()
@@ -56,4 +61,7 @@ def run_blocks(rank: int, world: int, options: dict[str, Any], device: str = "cp
                     return f"result {i} differs by {(a - b).abs().max()}"
     plans = HISTORY.since(mark)
     sizes = [sum(name != "-" for name in buckets(p.decisions)) for p in plans]
-    return "" if len(plans) == 2 and min(sizes) > 3 else f"{len(plans)} plans, collectives in buckets: {sizes}"
+    if len(plans) != 2 or min(sizes) <= 3:
+        return f"{len(plans)} plans, collectives in buckets: {sizes}"
+    large = [sum(name != "-" and size(d) > 2 for d, name in zip(p.decisions, buckets(p.decisions), strict=True)) for p in plans]
+    return "" if width < 1024 or max(large) > 1 else f"weights in buckets: {large}"

@@ -1,4 +1,4 @@
-"""Buckets against kernels of few tokens in random graphs: what is predicted to be saved is never less than without buckets."""
+"""Buckets against split collectives and kernels of few tokens in random graphs: plans with them never save less."""
 
 from __future__ import annotations
 
@@ -55,14 +55,18 @@ def saved_us(plan: Plan) -> float:
 def test_buckets_cost_nothing_else(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pick = random.Random(-seed)
     options = few_tokens(tmp_path, pick.choice([0.1, 4.0, 8.0, 9.5]))
-    options = Options(profile=options.profile, split_bytes=pick.choice([1 << 30, 16 << 20, 8 << 20, 100 << 10, 64 << 10]))
+    options = Options(
+        profile=options.profile,
+        split_bytes=pick.choice([1 << 30, 256 << 20, 16 << 20, 8 << 20, 100 << 10, 64 << 10]),
+        coalesce=pick.choice(["auto", "auto", "off"]),
+    )
     phase = pick.choice(["forward", "backward"])
 
     def plan() -> Plan:
         return decide(random_graph(seed).graph, options, phase, lambda *_: None).plan
 
     found = plan()
-    monkeypatch.setattr(split_planner, "form_buckets", lambda splits, *_: {i: s for i, s in splits.items() if s.may_be_alone})
+    monkeypatch.setattr(split_planner, "find_buckets", lambda *_: [])
     without = plan()
     assert set(buckets(without.decisions)) == {"-"}
     assert saved_us(found) > saved_us(without) - NOISE_US

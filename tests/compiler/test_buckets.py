@@ -136,7 +136,7 @@ def test_a_gradient_without_a_window_stays_alone() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        Options(profile="h200", min_bytes=0),
+        Options(profile="h200", min_bytes=0, coalesce="off"),
         Options(profile="h200", split="off"),
         Options(profile="h200", overlap="force"),
         Options(profile="h200", split_bytes=0),
@@ -150,9 +150,11 @@ def test_options_without_buckets(options: Options) -> None:
 
 
 def test_types_have_buckets_of_their_own() -> None:
+    """Without coalesced collectives. With them each type is a part."""
     wide, narrow = torch.float32, torch.bfloat16
-    found = plan(norms(11, dtypes=(wide, *[wide, narrow] * 5))).decisions
-    assert buckets(found) == ["-", *["forward.1", "forward.2"] * 5]
+    d = norms(11, dtypes=(wide, *[wide, narrow] * 5))
+    assert buckets(plan(d, replace(AUTO, coalesce="off")).decisions) == ["-", *["forward.1", "forward.2"] * 5]
+    assert buckets(plan(d).decisions) == ["-", *["forward.1"] * 10]
 
 
 def test_groups_have_buckets_of_their_own() -> None:
