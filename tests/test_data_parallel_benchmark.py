@@ -123,6 +123,7 @@ def test_with_replicas(pool4: RankPool) -> None:
     assert list(variants) == ["compute", "inductor", "fsdp2", "fsdp2_ours", "step", "step_ours", "ours", "scatter_first"]
     assert all(v["step"] > 0 and not v["why"] for v in variants.values()), variants
     assert all(0 <= variants[name]["error"] < 1e-3 for name in ("fsdp2_ours", *STEPS, "ours", "scatter_first"))
+    assert "pipelined" in variants["step_ours"]["sites"], variants["step_ours"]
     assert moved[-1] == 9 and not any(moved[:-1]), "the backward of scatter_first is the last plan"
     assert "tiny, 1 layers, 32 tokens, 2 replicas" in text(document)
 

@@ -23,12 +23,15 @@ class TracedStep(ParallelVariant):
 
     inputs: list[Tensor] = field(default_factory=list)
     compiler: str = "inductor"
+    options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, model: nn.Module, x: Tensor, grad: Tensor, compiler: str) -> TracedStep:
-        """Return the variant, which its first step traces. `compiler`: as of ParallelContext."""
+    def of(
+        cls, name: str, model: nn.Module, x: Tensor, grad: Tensor, compiler: str, options: dict[str, Any]
+    ) -> TracedStep:
+        """Return the variant, which its first step traces. `compiler`: as of ParallelContext. `options`: of our passes."""
         inputs = [*(p.detach() for p in model.parameters()), x.detach(), grad]
-        return cls(name, model, None, x.requires_grad_(), grad, inputs=inputs, compiler=compiler)
+        return cls(name, model, None, x.requires_grad_(), grad, inputs=inputs, compiler=compiler, options=options)
 
     def _compile(self) -> Any:
         """Trace the step, and compile it unless the compiler is "aot_eager": with our passes if the name ends with "_ours"."""
@@ -44,7 +47,7 @@ class TracedStep(ParallelVariant):
             traced = make_fx(step, tracing_mode="fake")(*self.inputs)
         patches: dict[str, Any] = {}
         if self.name.endswith("_ours"):
-            ub_overlap.apply_passes(traced, self.inputs, parameters=range(len(names)))
+            ub_overlap.apply_passes(traced, self.inputs, parameters=range(len(names)), options=self.options)
             patches = {"config_patches": ub_overlap.passes()}
         return compat.compile_fx(traced, self.inputs, **patches) if self.compiler == "inductor" else traced
 

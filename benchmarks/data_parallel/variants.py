@@ -11,7 +11,7 @@
     ddp                DistributedDataParallel around the model, each block compiled
     ddp_ours           the same with ub_overlap.ddp.install
     step               the whole step of inductor, traced as one graph by make_fx and compiled by Inductor
-    step_ours          the same, with ub_overlap.apply_passes in front of Inductor
+    step_ours          the same, with ub_overlap.apply_passes in front of Inductor, and the options of "ours"
     others             as inductor, by our backend with the options of that name
 
 Weights are sharded by rows; those of DDP are whole. All ranks have the same weights and inputs of their own.
@@ -101,7 +101,8 @@ def make(name: str, context: ParallelContext) -> ParallelVariant:
     x, grad = (torch.randn(shape, device=world.device, dtype=context.dtype) for _ in range(2))
     settings = arguments["options"] if name in INDUCTOR_RIVALS else {}
     if name in STEPS:
-        return TracedStep.of(name, model, x, grad, context.compiler).first_step(world)
+        options = context.ours.get("ours", {})
+        return TracedStep.of(name, model, x, grad, context.compiler, options).first_step(world)
     variant = ParallelVariant(name, model, call, x.requires_grad_(), grad, settings=settings).first_step(world)
     if name == INDUCTOR_SYMM:
         variant.sites = f"{count_low_contention(variant.step)} low-contention"

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 
-from .aten import alias_base, c10d, node_arg
+from .aten import alias_base, c10d, is_mutable, node_arg
 
 
 def drop_repeated_waits(graph: Graph) -> int:
@@ -28,13 +28,15 @@ def drop_repeated_waits(graph: Graph) -> int:
 
 
 def _is_ready(node: Node) -> bool:
-    """Return whether `node` is waited for, or computed by ATen, or a view of such a tensor.
+    """Return whether `node` is waited for, or computed by ATen, or a view of such a tensor, which nothing else writes.
 
-    In-place collectives are none of these, though they return their input.
+    In-place collectives, and those into a given tensor, leave a tensor that is not ready.
     """
     while node.target is not c10d.wait_tensor.default:
         is_aten = isinstance(node.target, compat.OpOverload) and node.target.namespace == "aten"
         if not is_aten and node.target is not operator.getitem:
+            return False
+        if any(is_mutable(user) for user in node.users):
             return False
         base = alias_base(node)
         if base is None:

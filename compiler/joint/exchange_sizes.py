@@ -22,7 +22,7 @@ from ..match.all_to_all import split_args, split_nodes
 from ..match.collectives import Collective, Op, find_collectives
 
 MAX_KEPT_BYTES = 64 << 10
-"""Bytes of received counts that are saved at most."""
+"""Bytes of received counts that are saved at most, of exchanges in equal parts."""
 
 
 def may_keep_sizes(graph: Graph) -> bool:
@@ -60,10 +60,12 @@ def _is_recomputed(node: Node) -> bool:
 
 
 def _are_counts(c: Collective, hints: Hints) -> bool:
-    dtype = dtype_of(c.node)
-    size = evaluate_size(numel(shape_of(c.node)), hints)
+    """Return whether an all_to_all exchanges a few integers, as many on all ranks: they must all save them, or none."""
+    dtype, splits = dtype_of(c.node), split_args(c)
+    are_equal = len({*splits[0], *splits[1]}) == 1 and all(isinstance(split, int) for split in splits[0])
     is_integer = not (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1  # bytes may be float8 rows
-    return is_integer and size is not None and size * dtype.itemsize <= MAX_KEPT_BYTES
+    size = evaluate_size(numel(shape_of(c.node)), hints) if are_equal and is_integer else None
+    return size is not None and size * dtype.itemsize <= MAX_KEPT_BYTES
 
 
 def _sum_splits(graph: Graph, c: Collective) -> int:

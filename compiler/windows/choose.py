@@ -31,6 +31,8 @@ from .split_planner import SplitChoice, SplitPlanner
 
 ROUNDS = 4
 """Arrangements that are tried at most."""
+BUCKET_ROUNDS = 12
+"""Sets of buckets that are tried at most, each without the losers of the one before."""
 Assign = Callable[[Sequence[Alternatives]], tuple[list[Assignment], FusionOrder]]
 """Alternatives of all candidates -> the selected ones, and the order in which they are fused."""
 
@@ -141,7 +143,7 @@ def _with_buckets(planner: SplitPlanner, assign: Assign, alone: _Round) -> _Roun
     for mixed in (True, False) if planner.costs.policy.may_coalesce else (False,):
         planner.splits = dict(alone.splits)
         buckets = planner.find_buckets(alone.assignments, alone.order, mixed)
-        for _ in range(ROUNDS):
+        for _ in range(BUCKET_ROUNDS):
             if not buckets or [b.numbers for b in buckets] in tried:
                 break
             tried.append([b.numbers for b in buckets])

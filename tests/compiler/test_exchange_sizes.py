@@ -102,6 +102,34 @@ def test_counts_that_the_host_adds_up(pool2: RankPool) -> None:
         assert dtypes == ["float32"] * 2 and error == 0
 
 
+def uneven_integers(rank: int, world: int, kept: list[int]) -> tuple[list[str], float]:
+    """A checkpointed region exchanges integers in uneven parts: a rank receives `kept[rank]` from each. As `sum_on_the_host`."""
+    torch._dynamo.reset()
+    sent = torch.arange(sum(kept)) + rank
+    x = torch.randn(kept[rank] * world, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+
+    def layer(rows: Tensor) -> Tensor:
+        with torch.no_grad():
+            received = funcol.all_to_all_single(sent, [kept[rank]] * world, kept, dist.group.WORLD)
+        return (rows * received).sin()
+
+    def step(rows: Tensor) -> Tensor:
+        return checkpoint(layer, rows, use_reentrant=False) * 2
+
+    mark = HISTORY.mark()
+    torch.compile(step, backend="ub_overlap", options={"inner": "aot_eager"}, fullgraph=True)(x).sum().backward()
+    found, x.grad = x.grad, None
+    step(x).sum().backward()
+    decisions = [d for plan in HISTORY.since(mark) for d in plan.decisions if d.phase == "backward"]
+    return sorted(d.dtype for d in decisions), float((found - x.grad).abs().max())
+
+
+def test_uneven_integers_are_exchanged_again(pool2: RankPool) -> None:
+    """One rank receives less than MAX_KEPT_BYTES, the other more: both repeat the exchange, or one would wait."""
+    for dtypes, error in pool2.run(uneven_integers, [3500, 4500]):
+        assert dtypes == ["int64"] and error == 0
+
+
 def test_without_overlap_the_program_stays(pool2: RankPool) -> None:
     for found in pool2.run(run_experts, "balanced", "aot_eager", "off", "plain"):
         assert found["again"] == ["bfloat16"] * 4 + ["int64"] and found["error"] == 0

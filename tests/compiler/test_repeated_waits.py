@@ -48,6 +48,12 @@ def one_of_several(graph: Graph, x: Node) -> Node:
     return graph.call_function(operator.getitem, (several, 0))
 
 
+def gathered_into(graph: Graph, x: Node) -> Node:
+    given = graph.call_function(ATEN.empty.memory_format, ([8],))
+    graph.call_function(C10D.all_gather_into_tensor_out.default, (x, 2, "0"), {"out": given})
+    return view(graph, given)
+
+
 @pytest.mark.parametrize(
     ("make", "dropped"),
     [
@@ -60,9 +66,10 @@ def one_of_several(graph: Graph, x: Node) -> Node:
         (lambda g, x: piece(g, gathered(g, x)), 0),
         (reduced_in_place, 0),
         (one_of_several, 0),
+        (gathered_into, 0),
         (lambda g, x: x, 0),
     ],
-    ids=["wait", "view", "piece", "cat", "gather", "view of it", "piece of it", "in place", "coalesced", "input"],
+    ids=["wait", "view", "piece", "cat", "gather", "view of it", "piece of it", "in place", "coalesced", "into", "input"],
 )
 def test_only_waits_that_do_nothing_are_dropped(make: Make, dropped: int) -> None:
     graph = Graph()

@@ -70,6 +70,25 @@ def test_a_cast_that_exists_stays(caplog: pytest.LogCaptureFixture) -> None:
     assert record.levelname == "WARNING" and "Where: test_sibling_casts/apart. Got: 3 casts apart" in record.message
 
 
+def test_a_weight_that_is_replaced_gets_memory_for_itself() -> None:
+    """Memory for all siblings, of which one is used, would stay with each replacement."""
+    siblings = weights()
+    cast_all(siblings)
+    for i, rows in enumerate(ROWS):
+        siblings[i] = noise(rows, COLS, seed=100 + i)
+        q, _ = OP(siblings[i], BF16, -1, None, False, siblings)
+        assert q.untyped_storage().nbytes() == rows * COLS
+    assert same(packed(cast_all(siblings)), cast_in_aten(torch.cat(siblings), -1))
+
+
+def test_views_of_one_weight_as_siblings() -> None:
+    """Both begin at one address. Each has the cast of its own rows."""
+    whole = noise(32, COLS, seed=1)
+    part = whole[:16]
+    for weight in (part, whole):
+        assert same(OP(weight, BF16, -1, None, False, [whole, part]), cast_in_aten(weight, -1))
+
+
 def test_memory_goes_with_the_last_weight() -> None:
     gc.collect()
     siblings = weights()

@@ -28,10 +28,14 @@ def find(weight: Tensor, round_to: torch.dtype, axis: int | None) -> CachedWeigh
 def insert(weight: Tensor, round_to: torch.dtype, axis: int | None, siblings: Sequence[Tensor] = ()) -> CachedWeight:
     """Allocate and insert a cast for a weight that is not cached. C++ holds those of CUDA.
 
-    `siblings`: weights, `weight` among them, whose casts are allocated together. Those that are cached keep their own.
+    `siblings`: weights, `weight` among them, whose casts are allocated together. Where one is cached, `weight` gets memory of
+    its own: its part of new memory for all would not lie next to that cast.
     """
     stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
-    weights = [w.detach() for w in siblings] or [weight.detach()]
+    own, places = _place(weight), list(map(_place, siblings))
+    if own not in places or any(_is_inserted(w, round_to, axis) for w in siblings):
+        siblings, places = [weight], [own]
+    weights = [w.detach() for w in siblings]
 
     def body() -> list[CachedWeight]:
         # On a separate thread: outside of the caller's modes and of the memory pool of a graph that is about to be captured.
@@ -40,8 +44,8 @@ def insert(weight: Tensor, round_to: torch.dtype, axis: int | None, siblings: Se
 
     allocated = run_in_daemon_thread("ub_overlap fp8 weight", body).result()
     with _LOCK:  # siblings are inserted together
-        found = [_insert(w, round_to, axis, cached) for w, cached in zip(siblings or [weight], allocated, strict=True)]
-    return found[next(i for i, w in enumerate(weights) if w.data_ptr() == weight.data_ptr())]
+        found = [_insert(w, round_to, axis, cached) for w, cached in zip(siblings, allocated, strict=True)]
+    return found[places.index(own)]
 
 
 def _insert(weight: Tensor, round_to: torch.dtype, axis: int | None, cached: CachedWeight) -> CachedWeight:
@@ -52,11 +56,20 @@ def _insert(weight: Tensor, round_to: torch.dtype, axis: int | None, cached: Cac
         casts = _BY_STORAGE[storage] = {}
         finalizer = weakref.finalize(weight.untyped_storage(), _evict, storage)
         finalizer.atexit = False  # type: ignore[attr-defined]
-    if not has_kernel(weight):
-        return casts.setdefault(_key(weight, round_to, axis), cached)
-    memory = cached.q, cached.scale, cached.checksum, cached.scratch
-    torch.ops.ub_overlap.fp8_cached_weight_insert.default(weight, round_to, axis, *memory)
-    return cached
+    inserted = casts.setdefault(_key(weight, round_to, axis), cached)
+    if has_kernel(weight):
+        memory = inserted.q, inserted.scale, inserted.checksum, inserted.scratch
+        torch.ops.ub_overlap.fp8_cached_weight_insert.default(weight, round_to, axis, *memory)
+    return inserted
+
+
+def _is_inserted(weight: Tensor, round_to: torch.dtype, axis: int | None) -> bool:
+    return find(weight, round_to, axis) is not None
+
+
+def _place(weight: Tensor) -> tuple[Any, ...]:
+    """Return what tells a weight from all others."""
+    return compat.storage_id(weight), weight.storage_offset(), weight.shape
 
 
 def insert_transposed(weight: Tensor, round_to: torch.dtype, axis: int | None) -> None:
