@@ -26,9 +26,7 @@ class TracedStep(ParallelVariant):
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, name: str, model: nn.Module, x: Tensor, grad: Tensor, compiler: str, options: dict[str, Any]
-    ) -> TracedStep:
+    def of(cls, name: str, model: nn.Module, x: Tensor, grad: Tensor, compiler: str, options: dict[str, Any]) -> TracedStep:
         """Return the variant, which its first step traces. `compiler`: as of ParallelContext. `options`: of our passes."""
         inputs = [*(p.detach() for p in model.parameters()), x.detach(), grad]
         return cls(name, model, None, x.requires_grad_(), grad, inputs=inputs, compiler=compiler, options=options)

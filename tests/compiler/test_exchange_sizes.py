@@ -103,7 +103,7 @@ def test_counts_that_the_host_adds_up(pool2: RankPool) -> None:
 
 
 def uneven_integers(rank: int, world: int, kept: list[int]) -> tuple[list[str], float]:
-    """A checkpointed region exchanges integers in uneven parts: a rank receives `kept[rank]` from each. As `sum_on_the_host`."""
+    """Exchange integers in uneven parts in a checkpointed region: `kept`, by rank, from each. As `sum_on_the_host`."""
     torch._dynamo.reset()
     sent = torch.arange(sum(kept)) + rank
     x = torch.randn(kept[rank] * world, generator=torch.Generator().manual_seed(rank)).requires_grad_()
