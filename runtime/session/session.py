@@ -28,6 +28,7 @@ from . import channels
 from .abort_signal import AbortSignal
 from .arena_size import round_slot_bytes
 from .plan_check import check_group_size, check_plans
+from .site_mismatch import make_error
 from .store_exchange import Exchange
 
 log = logging.getLogger(__name__)
@@ -272,7 +273,8 @@ def _name_of_slot(slot: int) -> str:
 def _check_calls(exchange: Exchange, records: Sequence[dict[str, Any]]) -> None:
     """Raise SiteMismatchError where the ranks exchanged sizes for different calls. `records`: the op and site of each rank's.
 
-    The rank with fewer others at its call is the culprit.
+    The rank with fewer others at its call is the culprit. Compilations of one graph for other inputs have other sites: then it
+    is a ShapeMismatchError.
     """
     calls = [(record["op"], record["site"]) for record in records]
     own = calls[exchange.rank]
@@ -281,14 +283,13 @@ def _check_calls(exchange: Exchange, records: Sequence[dict[str, Any]]) -> None:
             continue
         sides = [(rank, theirs), (exchange.rank, own)]
         (culprit, got), (reporter, expected) = sides[::-1] if calls.count(theirs) > calls.count(own) else sides
-        raise errors.SiteMismatchError(
-            f"ranks {reporter} and {culprit} are at different sites",
-            ranks=(culprit,),
-            where=f"{exchange.op} at site '{exchange.site}', group '{exchange.group}'",
-            got=f"rank {culprit}: {got[0]} at site '{got[1]}'",
-            expected=f"rank {reporter}: {expected[0]} at site '{expected[1]}'",
-            fix="make all ranks of a group run the same sequence of ops; look for rank-dependent control flow",
-        )
+        raise make_error(
+            "SiteMismatchError",
+            {
+                "ranks": str(culprit), "reporter": str(reporter), "op": exchange.op, "site": exchange.site,
+                "got": "{} at site '{}'".format(*got), "expected": "{} at site '{}'".format(*expected),
+            },
+        )  # fmt: skip
 
 
 def _size_mismatch(exchange: Exchange, rank: int, got: int, expected: int) -> errors.ShapeMismatchError:
