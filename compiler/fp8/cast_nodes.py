@@ -131,12 +131,12 @@ def view_as_format(e: Emitter, q: Node, format: torch.dtype) -> Node:
 
 def save_for_backward(node: Node) -> None:
     """Mark `node` to be saved, not recomputed, where backward needs it."""
-    node.meta["recompute"] = compat.must_save()
+    node.meta["recompute"] = compat.CheckpointPolicy.MUST_SAVE
 
 
 def recompute_in_backward(node: Node) -> None:
     """Mark `node` to be computed again, not saved, where backward needs it."""
-    node.meta["recompute"] = compat.must_recompute()
+    node.meta["recompute"] = compat.CheckpointPolicy.MUST_RECOMPUTE
 
 
 def is_cast(q: Node) -> bool:
@@ -146,7 +146,7 @@ def is_cast(q: Node) -> bool:
 
 def is_saved(q: Node) -> bool:
     """Return whether the cast that `q` is a view of is saved for backward."""
-    return _viewed(q).meta.get("recompute") is compat.must_save()
+    return _viewed(q).meta.get("recompute") is compat.CheckpointPolicy.MUST_SAVE
 
 
 def _viewed(q: Node) -> Node:

@@ -106,7 +106,7 @@ def mark_recomputed(nodes: Iterable[Node], region: int) -> None:
     `region`: their checkpoint region, unless the user's program puts them in one.
     """
     for node in nodes:
-        node.meta["recompute"], node.meta[RECOMPUTED] = compat.must_recompute(), region
+        node.meta["recompute"], node.meta[RECOMPUTED] = compat.CheckpointPolicy.MUST_RECOMPUTE, region
         node.meta.setdefault("ac_graph_id", region)
 
 

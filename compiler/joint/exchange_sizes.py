@@ -39,7 +39,7 @@ def keep_exchange_sizes(graph: Graph) -> int:
     kept |= dict.fromkeys(c.wait for c in exchanges if c.wait and _is_recomputed(c.node) and _are_counts(c, hints))
     saved = [node for node in kept if _is_recomputed(node)]
     for node in saved:
-        node.meta["recompute"] = compat.must_save()
+        node.meta["recompute"] = compat.CheckpointPolicy.MUST_SAVE
     return len(saved) + sum(_sum_splits(graph, c) for c in exchanges)
 
 
@@ -56,7 +56,7 @@ def _host_reads(number: Node) -> list[Node]:
 
 def _is_recomputed(node: Node) -> bool:
     """Return whether a checkpointed region computes `node` again, for want of another policy."""
-    return bool(node.meta.get("recompute") == compat.prefer_recompute())
+    return bool(node.meta.get("recompute") == compat.CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def _are_counts(c: Collective, hints: Hints) -> bool:

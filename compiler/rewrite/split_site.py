@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch.fx import Node
@@ -77,7 +76,8 @@ def _emit_scalings(e: Emitter, c: Collective, value: Node) -> Node:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One tensor of a bucket. `members`: the collectives whose data it has, in this order; `widths`: of their columns."""
+    """One tensor of a bucket. `members`: the collectives whose data it has, in this order; `widths`: of their columns, if there
+    are several."""
 
     tensor: Node
     out_dtype: torch.dtype
@@ -91,7 +91,7 @@ def _rewrite_bucket(e: Emitter, m: Split, schedule: str, site: str, packed: Pack
     parts = [_emit_part(e, [(collectives[i], *sent[i]) for i in part]) for part in bucket_parts(collectives)]
     replaced: dict[Node, Node] = {}
     for part, value in zip(parts, _emit_transfer(e, m, parts, schedule, site), strict=True):
-        tensors = [value] if len(part.members) == 1 else _emit_columns(e, value, part.widths, packed)
+        tensors = packed.cut(e, value, part.widths, 1) if part.widths else [value]
         for c, tensor in zip(part.members, tensors, strict=True):
             assert c.wait is not None
             shaped = e.reshape(tensor, shape_of(c.node))
@@ -124,14 +124,6 @@ def _emit_transfer(e: Emitter, m: Split, parts: list[_Part], schedule: str, site
     token = e.call(torch.ops.ub_overlap.start_coalesced.default, *arguments)
     results = e.call(torch.ops.ub_overlap.finish_coalesced.default, token, *arguments)
     return [e.item(results, i) for i in range(len(parts))]
-
-
-def _emit_columns(e: Emitter, joined: Node, widths: list[int], packed: PackedOperands) -> list[Node]:
-    """Emit the columns of a part's result, and add them to `packed`."""
-    ends = list(accumulate(widths))
-    columns = [e.call(aten.slice.Tensor, joined, 1, end - width, end) for end, width in zip(ends, widths, strict=True)]
-    packed.parts += columns
-    return columns
 
 
 def _emit_pair(

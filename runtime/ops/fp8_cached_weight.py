@@ -25,6 +25,7 @@ fp8_cached_weight_miss for a weight that it has not cached.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,14 +88,7 @@ def fp8_cached_weight_copy(cached: Tensor) -> Tensor:
     return cached.clone()
 
 
-def _fake(
-    weight: Tensor,
-    round_to: torch.dtype,
-    axis: int | None,
-    after: Tensor | None,
-    reuse_forward: bool,
-    siblings: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
+def _fake(weight: Tensor, round_to: torch.dtype, axis: int | None, *others: Any) -> tuple[Tensor, Tensor]:
     scale = weight.new_empty(scale_shape(weight.shape, axis), dtype=torch.float32)
     return weight.new_empty(weight.shape, dtype=FORMAT), scale
 

@@ -25,6 +25,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "unset_fake_temporarily": ("torch._subclasses.fake_tensor:unset_fake_temporarily",),
     "OpOverload": ("torch._ops:OpOverload",),
     "HigherOrderOperator": ("torch._ops:HigherOrderOperator",),
+    "CheckpointPolicy": ("torch.utils.checkpoint:CheckpointPolicy",),
     "CustomGraphPass": ("torch._inductor.custom_graph_pass:CustomGraphPass",),
     "compiled_autograd": ("torch._dynamo.compiled_autograd",),
     "aot_autograd": ("torch._dynamo.backends.common:aot_autograd",),
@@ -212,27 +213,6 @@ def roofline_ms(node: Any) -> float | None:
     scheduling = importlib.import_module("torch._inductor.fx_passes.overlap_scheduling")
     estimate = getattr(scheduling, "estimate_roofline_runtime_ms", None)
     return None if estimate is None else float(estimate(node))
-
-
-def must_recompute() -> Any:
-    """Return the tag in node.meta["recompute"] that makes the partitioner recompute a node in backward."""
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    return CheckpointPolicy.MUST_RECOMPUTE
-
-
-def prefer_recompute() -> Any:
-    """Return the tag in node.meta["recompute"] of the values of a checkpointed region, unless the user names another policy."""
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def must_save() -> Any:
-    """Return the tag in node.meta["recompute"] that makes the partitioner save a node's value for backward."""
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    return CheckpointPolicy.MUST_SAVE
 
 
 def hash_of_files(paths: list[Any]) -> str:

@@ -152,7 +152,7 @@ def test_a_graph_that_repeats_nothing() -> None:
     assert not may_merge(graph) and merge_collectives(graph) == 0 and may_merge(twice(ring)[0])
 
 
-AGAIN = {"recompute": compat.must_recompute()}
+AGAIN = {"recompute": compat.CheckpointPolicy.MUST_RECOMPUTE}
 FORWARD, BACKWARD = {"partitioner_tag": "is_forward"}, {"partitioner_tag": "is_backward"}
 REGIONS = {
     "forward, backward": (FORWARD, BACKWARD, 1),

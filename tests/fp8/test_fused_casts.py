@@ -135,7 +135,7 @@ def test_transposed_copies(recipe: RecipeName) -> None:
     assert not graph.find_nodes(op="call_function", target=LAYOUT_COPY)
     (of_activation,) = (n for n in copies if n.meta["val"].shape == (INNER, ROWS))
     # A delayed cast is saved. Saved transposed, backward need not copy it.
-    assert (of_activation.meta["recompute"] is compat.must_save()) == (recipe == "delayed")
+    assert (of_activation.meta["recompute"] is compat.CheckpointPolicy.MUST_SAVE) == (recipe == "delayed")
 
 
 def test_transposed_copies_of_reduced_rows() -> None:

@@ -71,7 +71,7 @@ def _merge(graph: Graph, amaxes: list[Collective]) -> None:
         wait = e.call(c10d.wait_tensor.default, reduced)
         record_decision(reduced, carries_scales=True)
         wait.meta.pop("ac_graph_id", None)
-        wait.meta["recompute"] = compat.must_save()  # computed again, backward would wait for all weights again
+        wait.meta["recompute"] = compat.CheckpointPolicy.MUST_SAVE  # computed again, backward would wait for all weights again
         for i, c in enumerate(amaxes):
             assert c.wait is not None
             c.wait.replace_all_uses_with(e.reshape(e.call(aten.select.int, wait, 0, i), shape_of(c.input)))

@@ -32,8 +32,8 @@ def insert(weight: Tensor, round_to: torch.dtype, axis: int | None, siblings: Se
     its own: its part of new memory for all would not lie next to that cast.
     """
     stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
-    own, places = _place(weight), list(map(_place, siblings))
-    if own not in places or any(_is_inserted(w, round_to, axis) for w in siblings):
+    own, *places = ((compat.storage_id(w), _key(w, round_to, axis)) for w in (weight, *siblings))
+    if own not in places or any(find(w, round_to, axis) is not None for w in siblings):
         siblings, places = [weight], [own]
     weights = [w.detach() for w in siblings]
 
@@ -61,15 +61,6 @@ def _insert(weight: Tensor, round_to: torch.dtype, axis: int | None, cached: Cac
         memory = inserted.q, inserted.scale, inserted.checksum, inserted.scratch
         torch.ops.ub_overlap.fp8_cached_weight_insert.default(weight, round_to, axis, *memory)
     return inserted
-
-
-def _is_inserted(weight: Tensor, round_to: torch.dtype, axis: int | None) -> bool:
-    return find(weight, round_to, axis) is not None
-
-
-def _place(weight: Tensor) -> tuple[Any, ...]:
-    """Return what tells a weight from all others."""
-    return compat.storage_id(weight), weight.storage_offset(), weight.shape
 
 
 def insert_transposed(weight: Tensor, round_to: torch.dtype, axis: int | None) -> None:
