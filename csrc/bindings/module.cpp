@@ -19,6 +19,7 @@
 #include "core/published_calls.h"
 #include "core/registry.h"
 #include "core/settings.h"
+#include "core/wait_until.h"
 #include "cpu/shm_arena.h"
 #ifdef UB_OVERLAP_CUDA
 #include "cuda/arena.h"
@@ -313,7 +314,8 @@ PYBIND11_MODULE(_C, m) {
         .def_property_readonly("slot_bytes", [](const Arena& arena) { return arena.slot_bytes(0); })
         .def("bytes_of_slot", &Arena::slot_bytes, py::arg("slot"), "0 for a split slot that no call has used.")
         .def("check", &abort_text, "Raises the failure that a peer reported.")
-        .def("check_site", &check_site, py::arg("slot"), "Raises where a peer's call in this slot is at another site.")
+        .def("check_site", &check_site, py::arg("slot"), py::call_guard<py::gil_scoped_release>(),
+             "Raises where a peer's call in this slot is at another site.")
         .def("watch", &Arena::watch, py::call_guard<py::gil_scoped_release>(),
              "Ends waits of a device for a rank that is gone or has failed. For a watchdog.")
         .def("fail", &fail_group, py::arg("text"), py::arg("op"), py::arg("site"), py::call_guard<py::gil_scoped_release>(),

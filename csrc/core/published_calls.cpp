@@ -1,10 +1,17 @@
 #include "core/published_calls.h"
 
+#include <algorithm>
+#include <cstdlib>
 #include <string>
-#include <utility>
+#include <tuple>
+
+#include "core/settings.h"
+#include "core/wait_until.h"
 
 namespace ub_overlap {
 namespace {
+
+constexpr int64_t vote_ns = 2'000'000'000;  // for the calls of other ranks, once two ranks are in different calls
 
 int votes_for(Arena& arena, uint64_t stamp, int slot) {
     int votes = 0;
@@ -19,9 +26,23 @@ uint64_t published_stamp(Arena& arena, int rank, int slot) {
     return block ? block->calls[slot].stamp.load(std::memory_order_acquire) : 0;
 }
 
-bool is_outvoted(Arena& arena, int peer, int slot) {
+std::pair<int, int> find_odd_one(Arena& arena, int peer, int slot) {
     const uint64_t own = published_stamp(arena, arena.rank(), slot), theirs = published_stamp(arena, peer, slot);
-    return epoch_of(own) == epoch_of(theirs) && votes_for(arena, theirs, slot) > votes_for(arena, own, slot);
+    if (epoch_of(own) != epoch_of(theirs)) return {peer, arena.rank()};
+    const auto is_decided = [&] {
+        const int ours = votes_for(arena, own, slot), others = votes_for(arena, theirs, slot);
+        int missing = 0;
+        for (int rank = 0; rank < arena.ranks(); ++rank) {
+            missing += epoch_of(published_stamp(arena, rank, slot)) != epoch_of(own);
+        }
+        return std::abs(ours - others) > missing || missing == 0;
+    };
+    const int64_t patience = std::min(vote_ns, settings().step_timeout_ns.load(std::memory_order_relaxed) / 2);
+    wait_until(is_decided, now_ns() + patience, [&] {
+        if (const Failure* failure = arena.aborted()) throw CallFailed(*failure);
+    });
+    const bool outvoted = votes_for(arena, theirs, slot) > votes_for(arena, own, slot);
+    return outvoted ? std::pair(arena.rank(), peer) : std::pair(peer, arena.rank());
 }
 
 void check_site(Arena& arena, int slot) {
@@ -36,12 +57,11 @@ void check_site(Arena& arena, int slot) {
         if (op == own.op && site == own.site) continue;            // other sizes: the exchange says which
         Failure failure;
         failure.code = FailureCode::site_mismatch;
-        failure.reporter = arena.rank();
-        failure.culprit = rank;
         set_text(failure.op, own.op);
         set_text(failure.site, own.site);
         std::string got = op + " at site '" + site + "'", wanted = std::string(own.op) + " at site '" + own.site + "'";
-        if (is_outvoted(arena, rank, slot)) std::swap(got, wanted), std::swap(failure.reporter, failure.culprit);
+        std::tie(failure.culprit, failure.reporter) = find_odd_one(arena, rank, slot);
+        if (failure.culprit == arena.rank()) std::swap(got, wanted);
         set_text(failure.got, got);
         set_text(failure.wanted, wanted);
         arena.abort(failure);

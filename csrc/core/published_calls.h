@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "core/arena.h"
 
@@ -10,9 +11,10 @@ namespace ub_overlap {
 // Epoch and tag of the last call that `rank` has published in `slot`; 0 without any, or where the rank is not attached yet.
 uint64_t published_stamp(Arena& arena, int rank, int slot);
 
-// Whether more ranks have published the call of `peer` in `slot` than that of this rank, of the same epoch. The call of most
-// ranks is the right one.
-bool is_outvoted(Arena& arena, int peer, int slot);
+// The call of `peer` in `slot` is not that of this rank, and either may be at fault: the call of most ranks is the right one.
+// Ranks that have not published theirs get a moment to do so, where they decide it. Returns (culprit, a rank in the right
+// call). Throws CallFailed where a rank reports a failure meanwhile.
+std::pair<int, int> find_odd_one(Arena& arena, int peer, int slot);
 
 // Throws CallFailed where a peer has published another site for the call that this rank has published in `slot`. Such a peer
 // does not come to what the ranks exchange before this call. On CUDA it waits on its device, which does not read what hosts

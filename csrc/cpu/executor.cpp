@@ -20,6 +20,7 @@
 #include <random>
 
 #include "core/settings.h"
+#include "core/wait_until.h"
 #include "cpu/copy_engine.h"
 #include "cpu/kernels.h"
 #include "cpu/shm_arena.h"

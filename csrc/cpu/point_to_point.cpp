@@ -7,6 +7,7 @@
 #include <exception>
 
 #include "core/settings.h"
+#include "core/wait_until.h"
 #include "cpu/shm_arena.h"
 #include "cpu/waiter.h"
 

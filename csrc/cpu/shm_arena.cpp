@@ -1,12 +1,13 @@
 #include "cpu/shm_arena.h"
 
-#include <time.h>
 #include <unistd.h>
 
 #include <fstream>
 #include <new>
 #include <sstream>
 #include <utility>
+
+#include "core/wait_until.h"
 
 namespace ub_overlap {
 namespace {
@@ -107,12 +108,6 @@ uint64_t start_time_of(int pid) {
 
 bool gone(const ControlBlock* block) {
     return start_time_of(block->pid) != block->start_time;
-}
-
-int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
 }
 
 }  // namespace ub_overlap

@@ -64,6 +64,4 @@ uint64_t start_time_of(int pid);
 // Whether the process that made this block has ended.
 bool gone(const ControlBlock* block);
 
-int64_t now_ns();
-
 }  // namespace ub_overlap

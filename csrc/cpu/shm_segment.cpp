@@ -16,6 +16,7 @@
 
 #include "core/failure.h"
 #include "core/settings.h"
+#include "core/wait_until.h"
 #include "cpu/free_memory.h"
 #include "cpu/shm_arena.h"
 

@@ -1,13 +1,11 @@
 #include "cpu/waiter.h"
 
-#include <sched.h>
-#include <time.h>
-
 #include <algorithm>
 #include <vector>
 
 #include "core/published_calls.h"
 #include "core/settings.h"
+#include "core/wait_until.h"
 #include "cpu/shm_arena.h"
 
 namespace ub_overlap {
@@ -15,8 +13,6 @@ namespace {
 
 constexpr int64_t fresh_ns = 1'000'000'000;        // a rank that waits shows a sign of life at least this often
 constexpr int64_t look_for_dead_ns = 100'000'000;  // reading /proc is slow
-constexpr int64_t vote_ns = 500'000'000;           // for the calls of other ranks, once two ranks are in different calls
-constexpr int64_t overslept_ns = 1'000'000'000;    // a process that wakes so late did not run meanwhile
 
 Failure failure_at(const Call& call, const FlagWait& wait, FailureCode code, int culprit, int64_t waited_ns) {
     Failure failure;
@@ -32,28 +28,6 @@ Failure failure_at(const Call& call, const FlagWait& wait, FailureCode code, int
     const int64_t seen = call.arena->control(culprit)->heartbeat_ns.load(std::memory_order_relaxed);
     failure.silent_s = static_cast<double>(now_ns() - seen) * 1e-9;
     return failure;
-}
-
-// What a rank is doing at the epoch of `call`: the tag of its call, 0 where it has published none.
-uint32_t tag_at(const Call& call, int rank) {
-    const uint64_t stamp = published_stamp(*call.arena, rank, call.slot());
-    return epoch_of(stamp) == static_cast<uint32_t>(call.epoch) ? tag_of(stamp) : 0;
-}
-
-// `peer` is in another call than this rank. Either may be at fault: the call of most ranks is the right one. The ranks that
-// have not come yet get a moment to do so. Returns (culprit, a rank that is in the right call).
-std::pair<int, int> find_odd_one(const Call& call, int peer) {
-    const auto all_there = [&] {
-        for (int r = 0; r < call.ranks; ++r) {
-            if (!tag_at(call, r)) return false;
-        }
-        return true;
-    };
-    wait_until(all_there, now_ns() + vote_ns, [&] {
-        if (const Failure* failure = call.arena->aborted()) throw CallFailed(*failure);
-    });
-    if (is_outvoted(*call.arena, peer, call.slot())) return {call.rank, peer};
-    return {peer, call.rank};
 }
 
 // The peer is in a call of our epoch: is it the same call?
@@ -72,7 +46,7 @@ void compare_calls(const Call& call, const FlagWait& wait, uint32_t seen_tag, in
                                   : std::string("a call of another epoch");
     std::string wanted = same_site ? call.shape_text : call.op_name + " at site '" + call.site + "'";
     if (described) {
-        const auto [culprit, other] = find_odd_one(call, wait.flag.source);
+        const auto [culprit, other] = find_odd_one(*call.arena, wait.flag.source, call.slot());
         if (culprit == call.rank) std::swap(got, wanted);
         failure.culprit = culprit;
         failure.reporter = other;
@@ -132,30 +106,6 @@ int find_culprit(const Call& call, int peer, int64_t waited_ns) {
 }
 
 }  // namespace
-
-bool wait_until(const std::function<bool()>& condition, int64_t deadline_ns, const std::function<void()>& look) {
-    for (int i = 0; i < 200; ++i) {
-        if (condition()) return true;
-    }
-    const int64_t begin = now_ns();
-    for (int i = 0; i < 50; ++i) {
-        sched_yield();
-        if (condition()) return true;
-    }
-    int64_t last = begin;
-    for (int64_t sleep_ns = 20'000;; sleep_ns = std::min<int64_t>(sleep_ns * 5 / 4, 300'000)) {
-        look();
-        if (condition()) return true;
-        const int64_t now = now_ns(), paused = now - last;
-        // The process was stopped, or its machine was: the peers probably too. Only the first second of that counts. It does
-        // count: else a `look` that takes so long would never reach the deadline.
-        if (paused > overslept_ns && deadline_ns < INT64_MAX - paused) deadline_ns += paused - overslept_ns;
-        last = now;
-        if (now > deadline_ns) return false;
-        timespec t{0, sleep_ns};
-        nanosleep(&t, nullptr);
-    }
-}
 
 void wait_for_flag(const Call& call, const FlagWait& wait, int queue, const std::atomic<bool>& stop) {
     if (call.epoch <= static_cast<uint64_t>(wait.back)) return;  // before the first call of the group

@@ -4,7 +4,7 @@
 #include <cstdio>
 
 #include "core/settings.h"
-#include "cpu/waiter.h"
+#include "core/wait_until.h"
 #include "cuda/device.h"
 #include "cuda/kernels.h"
 

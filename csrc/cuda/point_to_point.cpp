@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/settings.h"
-#include "cpu/waiter.h"
+#include "core/wait_until.h"
 #include "cuda/channel_kernels.h"
 
 namespace ub_overlap::cuda {

@@ -274,9 +274,15 @@ def other_order(rank: int, world: int, same_slot: bool, step_s: float) -> dict[s
 
 
 def other_site_grows(rank: int, world: int, same_slot: bool) -> dict[str, Any]:
-    """The last rank is at another site when the slot of a first start gets its landing memory. The sizes are equal."""
+    """The last rank is at another site when the slot of a first start gets its landing memory. The sizes are equal.
+
+    Rank 1 comes last: until then one rank is at each site.
+    """
     name, shard = fresh(world), data(4, 4, seed=rank)
     number = int(rank == world - 1)
+    gather(name, rank, world, 4)  # sets up the session, which all ranks do together
+    if rank == 1:
+        time.sleep(0.3)
     found = attempt(lambda: start(name, "all_gather", shard, 0 if same_slot else number, site=f"/order.{number}"))
     dist.barrier()
     return found
