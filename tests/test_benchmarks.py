@@ -23,6 +23,7 @@ from benchmarks.ops.table import derive, mean, summary
 from benchmarks.ops.table import text as ops_text
 from benchmarks.plot import _title as plot_title
 from benchmarks.plot import draw
+from tests.harness.programs import run_program
 from tests.harness.ranks import PATIENCE_S, RankPool
 from ub_overlap.tools.rank_process import World
 
@@ -30,11 +31,18 @@ ROOT = Path(__file__).resolve().parents[1]
 FACTS = {"date", "ranks", "device", "devices", "driver", "torch", "cuda", "nccl", "commit", "command", "build", "rows"}
 
 
-def torchrun(ranks: int, module: str, arguments: Sequence[str], timeout: float = PATIENCE_S) -> str:
+def on_cpu_ranks(ranks: int, module: str, arguments: Sequence[str]) -> str:
     """Return the output of a benchmark on CPU ranks."""
+    finished = run_program(ranks, module, ["--device", "cpu", *arguments])
+    assert finished.code == 0, f"{finished.why()}\n{finished.output}"
+    return finished.output
+
+
+def torchrun(ranks: int, module: str, arguments: Sequence[str]) -> str:
+    """Return the output of a benchmark on CPU ranks, started as a user starts it."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
     command = [*launch, "--rdzv-endpoint", "localhost:0", "-m", module, "--device", "cpu", *arguments]
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=timeout, check=False)
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -87,7 +95,7 @@ def test_ops_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
 def test_blocks_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder = tmp_path / "blocks.json", tmp_path / "profile"
     arguments = ["--size", "tiny", "--seq", "32", "--iters", "2", "--warm", "1", "--json", str(path), "--profile", str(folder)]
-    out = torchrun(2, "benchmarks.blocks", [*arguments, "--host", "--ours", 'forced={"overlap": "force"}'])
+    out = on_cpu_ranks(2, "benchmarks.blocks", [*arguments, "--host", "--ours", 'forced={"overlap": "force"}'])
     document: dict[str, Any] = json.loads(path.read_text())
     assert document.keys() >= FACTS and document["benchmark"] == "blocks"
     (size,) = document["rows"]
@@ -111,14 +119,14 @@ def test_feed_forward_alone(tmp_path: Path) -> None:
     path = tmp_path / "mlp.json"
     arguments = ["--size", "tiny", "--seq", "32", "--iters", "2", "--warm", "1", "--json", str(path)]
     mlp = ["--model", "mlp", "--variants", "inductor,ours,compute,te_fp8", "--ours", 'forced={"overlap": "force"}']
-    assert "tiny mlp, 32 tokens" in torchrun(2, "benchmarks.blocks", [*arguments, *mlp])
+    assert "tiny mlp, 32 tokens" in on_cpu_ranks(2, "benchmarks.blocks", [*arguments, *mlp])
     (size,) = json.loads(path.read_text())["rows"]
     variants = size["variants"]
     assert size["model"] == "mlp" and variants["te_fp8"]["why"] == {"*": "needs CUDA"}
     assert variants["forced"]["sites"] == "4 of 4" and 0 <= variants["forced"]["error"] < 1e-3
     assert all(variants[name]["step"] > 0 for name in ("inductor", "forced", "compute"))
     with pytest.raises(AssertionError, match="variants of inductor, asynctp, ours, compute"):
-        torchrun(2, "benchmarks.blocks", [*arguments, "--variants", "te"])
+        on_cpu_ranks(2, "benchmarks.blocks", [*arguments, "--variants", "te"])
 
 
 def test_mirror_of_two_blocks(tmp_path: Path) -> None:
@@ -126,7 +134,7 @@ def test_mirror_of_two_blocks(tmp_path: Path) -> None:
     path = tmp_path / "blocks.json"
     arguments = ["--size", "tiny", "--seq", "32", "--iters", "2", "--warm", "1", "--json", str(path), "--layers", "2"]
     forced = ["--ours", 'forced={"overlap": "force"}']
-    out = torchrun(2, "benchmarks.blocks", [*arguments, *forced, "--mirror", "4", "--waterfall"])
+    out = on_cpu_ranks(2, "benchmarks.blocks", [*arguments, *forced, "--mirror", "4", "--waterfall"])
     document: dict[str, Any] = json.loads(path.read_text())
     (size,) = document["rows"]
     assert document["ranks"] == 4 and size["layers"] == 2 and list(size["variants"]) == ["forced", "compute"]
@@ -223,7 +231,7 @@ def test_mirror_of_four_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     """Two processes time a group of four. Results are compared with those of two ranks in the same roles, and tables say so."""
     path = tmp_path / "mirror.json"
     arguments = ["--suite", "tiny", "--rows", "AG tiny 64,RS tiny row 64", "--mirror", "4", "--iters", "2", "--warm", "1"]
-    out = torchrun(2, "benchmarks.ops", [*arguments, "--json", str(path), "--strategies", "pipelined,pipelined:stripes=2"])
+    out = on_cpu_ranks(2, "benchmarks.ops", [*arguments, "--json", str(path), "--strategies", "pipelined,pipelined:stripes=2"])
     document: dict[str, Any] = json.loads(path.read_text())
     assert document["ranks"] == 4 and len(document["devices"]) == 2 and document["transports"] == ["mirror"]
     assert document["mirror"].startswith("Mirror of 4 ranks on 2 GPUs") and "Results are not those of 4 ranks" in out

@@ -17,7 +17,7 @@ from benchmarks.context_parallel.model import ZigzagSdpa
 from benchmarks.context_parallel.table import baseline_of, text
 from benchmarks.parallel.table import hidden
 from tests.harness.ranks import RankPool
-from tests.test_benchmarks import FACTS, printed, torchrun
+from tests.test_benchmarks import FACTS, on_cpu_ranks, printed
 from ub_overlap.tools.rank_process import World
 
 FORMS = ("gathered", "ring", "ulysses")
@@ -30,7 +30,7 @@ def test_context_parallel_on_cpu_ranks(
     path = tmp_path / "context_parallel.json"
     split = 'split={"overlap": "off", "overrides": [{"strategy": "split"}]}'
     arguments = ["--tiny", "--device", "cpu", "--systems", "compute,eager,split", "--ours", split, "--json", str(path)]
-    torchrun(2, "benchmarks.context_parallel", arguments)
+    on_cpu_ranks(2, "benchmarks.context_parallel", arguments)
     document: dict[str, Any] = json.loads(path.read_text())
     assert document.keys() >= FACTS and document["benchmark"] == "context_parallel"
     (size,) = document["rows"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.launch import launch
+from tests.harness.programs import run_program
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/context_parallel/train.py"
 SMALL = ["--device", "cpu", "--inner", "aot_eager", "--steps", "2", "--seq", "32", "--dim", "64", "--layers", "1", "--check"]
@@ -18,9 +17,7 @@ SMALL = ["--device", "cpu", "--inner", "aot_eager", "--steps", "2", "--seq", "32
     ("form", "exchanges"), [("gathered", {"all_gather": 2, "reduce_scatter": 2}), ("ulysses", {"all_to_all": 8})]
 )
 def test_losses_agree(form: str, exchanges: dict[str, int]) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    finished = launch([*torchrun, *endpoint, str(EXAMPLE), *SMALL, "--form", form], 200)
+    finished = run_program(2, EXAMPLE, [*SMALL, "--form", form])
     assert finished.code == 0, finished.tail()
     assert "the losses agree" in finished.output
     for kind, count in exchanges.items():
@@ -30,5 +27,5 @@ def test_losses_agree(form: str, exchanges: dict[str, int]) -> None:
 
 
 def test_bad_arguments() -> None:
-    finished = launch([sys.executable, str(EXAMPLE)], 60)
+    finished = run_program(1, EXAMPLE)
     assert finished.code == 2 and "start 2 or more ranks with torchrun" in finished.output

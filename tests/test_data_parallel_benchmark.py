@@ -27,7 +27,7 @@ from benchmarks.data_parallel.table import text
 from benchmarks.data_parallel.variants import STEPS
 from benchmarks.parallel.table import hidden, row_text
 from tests.harness.ranks import RankPool
-from tests.test_benchmarks import FACTS, printed, torchrun
+from tests.test_benchmarks import FACTS, on_cpu_ranks, printed
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.tools.planner.models import shard_parameters
 from ub_overlap.tools.rank_process import World
@@ -55,7 +55,7 @@ def test_data_parallel_on_cpu_ranks(
         "--forward",
     ]
     arguments += ["--variants", "compute,inductor,inductor_overlap,fsdp2,fsdp2_ours,ddp,ddp_ours,step,step_ours,ours"]
-    out = torchrun(2, "benchmarks.data_parallel", [*arguments, "--ours", split, "--ours", 'off={"overlap": "off"}'])
+    out = on_cpu_ranks(2, "benchmarks.data_parallel", [*arguments, "--ours", split, "--ours", 'off={"overlap": "off"}'])
     document: dict[str, Any] = json.loads(path.read_text())
     assert document.keys() >= FACTS and document["benchmark"] == "data_parallel"
     (size,) = document["rows"]
@@ -262,7 +262,7 @@ def test_without_inductor(tmp_path: Path) -> None:
     ]
     checked = 'zero3={"memory_budget": 0, "verify": true, "overrides": [{"strategy": "split"}]}'
     ours = ["--ours", 'zero3_off={"memory_budget": 0}', "--ours", checked]
-    torchrun(2, "benchmarks.data_parallel", [*arguments, "--variants", "compute,zero3_off,zero3", *ours])
+    on_cpu_ranks(2, "benchmarks.data_parallel", [*arguments, "--variants", "compute,zero3_off,zero3", *ours])
     variants = json.loads(path.read_text())["rows"][0]["variants"]
     assert all(0 <= variants[name]["error"] < 1e-3 and "forward" not in variants[name] for name in ("zero3_off", "zero3"))
     assert variants["zero3"]["site_errors"]["all_gather split"] == 0.0

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from benchmarks.decode.table import text
-from tests.test_benchmarks import FACTS, printed, torchrun
+from tests.test_benchmarks import FACTS, on_cpu_ranks, printed
 
 OURS = {"one_shot", "two_shot", "one_shot + norm", "two_shot + norm"}
 
 
 def test_decode_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "decode.json"
-    torchrun(2, "benchmarks.decode", ["--bytes", "1k,16k", "--iters", "2", "--warm", "1", "--json", str(path)])
+    on_cpu_ranks(2, "benchmarks.decode", ["--bytes", "1k,16k", "--iters", "2", "--warm", "1", "--json", str(path)])
     document: dict[str, Any] = json.loads(path.read_text())
     assert document.keys() >= FACTS and document["benchmark"] == "decode"
     assert [row["bytes"] for row in document["rows"]] == [1 << 10, 16 << 10]
@@ -31,7 +31,7 @@ def test_mirror_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     """Two processes in the place of four ranks: only ours is timed, and the results of one_shot are those of these roles."""
     path = tmp_path / "mirror.json"
     options = ["--mirror", "4", "--bytes", "16k", "--iters", "2", "--warm", "1", "--json", str(path)]
-    torchrun(2, "benchmarks.decode", options)
+    on_cpu_ranks(2, "benchmarks.decode", options)
     document: dict[str, Any] = json.loads(path.read_text())
     assert document["ranks"] == 4 and "Mirror of 4 ranks" in document["mirror"]
     (row,) = document["rows"]
@@ -42,7 +42,7 @@ def test_mirror_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 
 def test_tiny_layers_on_cpu_ranks(tmp_path: Path) -> None:
     path = tmp_path / "layers.json"
-    out = torchrun(2, "benchmarks.decode", ["--tiny", "--iters", "2", "--warm", "1", "--json", str(path)])
+    out = on_cpu_ranks(2, "benchmarks.decode", ["--tiny", "--iters", "2", "--warm", "1", "--json", str(path)])
     document: dict[str, Any] = json.loads(path.read_text())
     assert document.keys() >= FACTS and [row["batch"] for row in document["layers"]] == [3]
     for row in document["layers"]:

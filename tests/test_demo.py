@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.harness.programs import run_program
 from tests.harness.ranks import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,16 +21,11 @@ EXAMPLES = ROOT / "examples"
 SMALL = ["--device", "cpu", "--steps", "3", "--dim", "64", "--layers", "1", "--seq", "32", "--inner", "aot_eager"]
 
 
-def demo(arguments: Sequence[str], *, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, EXAMPLES / "llama_tp/demo.py", *arguments],
-        cwd=cwd,
-        text=True,
-        capture_output=True,
-        timeout=PATIENCE_S,
-        check=False,
-        env={**os.environ, **environment},
-    )
+def run_demo(arguments: Sequence[str], folder: Path = ROOT, **environment: str) -> str:
+    """Return the output of the demo, started in `folder`."""
+    finished = run_program(1, EXAMPLES / "llama_tp/demo.py", arguments, environment, folder)
+    assert finished.code == 0, finished.output
+    return finished.output
 
 
 @pytest.fixture
@@ -47,13 +43,12 @@ def console(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_curves_agree(batch: int, tmp_path: Path) -> None:
     """The demo finds its own files from another folder. Batch sizes 1 and 2 trace different views."""
     page = tmp_path / "page.html"
-    done = demo([*SMALL, "--batch", str(batch), "--page", str(page)], cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "The loss curves agree." in done.stdout
+    output = run_demo([*SMALL, "--batch", str(batch), "--page", str(page)], tmp_path)
+    assert "The loss curves agree." in output
     for kind in ("all_gather_matmul", "matmul_reduce_scatter"):
-        assert kind in done.stdout
-    assert os.environ["UB_OVERLAP_CACHE_DIR"] in done.stdout
-    assert f"open {page}" in done.stdout and "forward.0" in page.read_text()
+        assert kind in output
+    assert os.environ["UB_OVERLAP_CACHE_DIR"] in output
+    assert f"open {page}" in output and "forward.0" in page.read_text()
 
 
 def test_more_ranks_and_no_overlap(tmp_path: Path) -> None:
@@ -61,11 +56,10 @@ def test_more_ranks_and_no_overlap(tmp_path: Path) -> None:
     victim, folder = tmp_path / "victim", tmp_path / "tmp"
     folder.mkdir()
     (folder / "ub_overlap_demo.html").symlink_to(victim)
-    done = demo([*SMALL, "--ranks", "4", "--overlap", "off", "--batch", "2"], TMPDIR=str(folder))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "disabled_by_user" in done.stdout
+    output = run_demo([*SMALL, "--ranks", "4", "--overlap", "off", "--batch", "2"], TMPDIR=str(folder))
+    assert "disabled_by_user" in output
     assert not victim.exists()
-    (page,) = re.findall(r"open (\S+\.html)", done.stdout)
+    (page,) = re.findall(r"open (\S+\.html)", output)
     assert Path(page).is_relative_to(folder) and Path(page).is_file()
     assert Path(page).parent.stat().st_mode & 0o777 == 0o700
 
@@ -79,10 +73,16 @@ def test_more_ranks_and_no_overlap(tmp_path: Path) -> None:
         (["--device", "cuda", "--ranks", "512"], "512 ranks need as many GPUs"),
     ],
 )
-def test_bad_arguments(arguments: list[str], message: str) -> None:
-    done = demo(arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_bad_arguments(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "llama_tp")
+    import demo
+
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_curves_that_differ_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import torch
 from benchmarks.expert_parallel.model import make_routes
 from benchmarks.expert_parallel.table import text
 from benchmarks.parallel.table import predicted_columns
-from tests.test_benchmarks import FACTS, printed, torchrun
+from tests.test_benchmarks import FACTS, on_cpu_ranks, printed
 
 
 def test_expert_parallel_on_cpu_ranks(
@@ -22,7 +22,7 @@ def test_expert_parallel_on_cpu_ranks(
     path = tmp_path / "expert_parallel.json"
     split = 'split={"overrides": [{"strategy": "split"}]}'
     arguments = ["--tiny", "--device", "cpu", "--variants", "compute,eager,split", "--ours", split]
-    torchrun(2, "benchmarks.expert_parallel", [*arguments, "--routing", "skewed", "--json", str(path)])
+    on_cpu_ranks(2, "benchmarks.expert_parallel", [*arguments, "--routing", "skewed", "--json", str(path)])
     document: dict[str, Any] = json.loads(path.read_text())
     assert document.keys() >= FACTS and document["benchmark"] == "expert_parallel"
     (row,) = document["rows"]
@@ -38,7 +38,7 @@ def test_checkpointed_layers(tmp_path: Path) -> None:
     """Backward of ours repeats the dispatch only: 3 exchanges of forward, 3 of backward."""
     path = tmp_path / "expert_parallel.json"
     arguments = ["--tiny", "--device", "cpu", "--checkpoint", "--variants", "compute,eager,ours", "--ours", "ours={}"]
-    torchrun(2, "benchmarks.expert_parallel", [*arguments, "--routing", "balanced", "--json", str(path)])
+    on_cpu_ranks(2, "benchmarks.expert_parallel", [*arguments, "--routing", "balanced", "--json", str(path)])
     (row,) = json.loads(path.read_text())["rows"]
     assert all(variant["step"] > 0 and not variant["why"] for variant in row["variants"].values())
     assert row["variants"]["ours"]["sites"] == "6 none" and 0 <= row["variants"]["ours"]["error"] < 1e-2

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.launch import launch
+from tests.harness.programs import run_program
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/fsdp_tp/train.py"
 SMALL = ["--device", "cpu", "--inner", "aot_eager", "--steps", "2", "--seq", "32", "--dim", "64", "--layers", "1", "--check"]
@@ -16,9 +15,7 @@ SMALL = ["--device", "cpu", "--inner", "aot_eager", "--steps", "2", "--seq", "32
 
 def train(ranks: int, *arguments: str) -> tuple[str, list[float]]:
     """Run the example on CPU ranks. Return its output and its losses."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    finished = launch([*torchrun, *endpoint, str(EXAMPLE), *SMALL, *arguments], 200)
+    finished = run_program(ranks, EXAMPLE, [*SMALL, *arguments])
     assert finished.code == 0, finished.tail()
     assert "the losses agree" in finished.output
     return finished.output, [float(text) for text in re.findall(r"step \d+: loss ([\d.]+)", finished.output)]
@@ -41,5 +38,5 @@ def test_forms_go_on_from_one_checkpoint(tmp_path: Path) -> None:
 
 
 def test_bad_arguments() -> None:
-    finished = launch([sys.executable, str(EXAMPLE), "--tp", "3"], 60)
+    finished = run_program(1, EXAMPLE, ["--tp", "3"])
     assert finished.code == 2 and "--tp 3: 1 ranks must be 2 or more replicas of as many" in finished.output

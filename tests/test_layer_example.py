@@ -6,10 +6,7 @@ Every run has a hard deadline. The runs use inner=aot_eager, because the tested 
 from __future__ import annotations
 
 import math
-import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,34 +18,30 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.gpu.launch import launch
+from tests.harness.programs import run_program
 from tests.harness.ranks import PATIENCE_S, RankPool
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.reasons import Reason
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples/layer_with_overlap.py"
 SMALL = "--device cpu --overlap force --option inner=aot_eager --seq-length 32 --num-heads 4 --head-dim 16 --num-iters 3"
 MLP_SITES, BLOCK_SITES = (6, 6), (12, 12)
 """(overlapped, of all) of one layer: in forward a gather and a scatter for each part; in backward the same and its LayerNorm's
 two all_reduces, concurrent with matmuls that the assignment leaves to them."""
 
 
-def run(ranks: int, flags: str, *, timeout: float = PATIENCE_S) -> tuple[int, str]:
-    """Return (exit code, output) of a torchrun, which is killed with all its ranks after `timeout` seconds."""
+def run(ranks: int, flags: str) -> tuple[int | None, str]:
+    """Return (exit code, output)."""
+    finished = run_program(ranks, EXAMPLE, flags.split())
+    return finished.code, finished.output
+
+
+def torchrun(ranks: int, flags: str) -> tuple[int | None, str]:
+    """Do the same as a user does it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    process = subprocess.Popen(
-        [*command, str(EXAMPLES / "layer_with_overlap.py"), *flags.split()],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"not done after {timeout:g} s:\n{output}")
-    return process.returncode, output
+    finished = launch([*command, str(EXAMPLE), *flags.split()], PATIENCE_S)
+    return finished.code, finished.output
 
 
 def losses(output: str, variant: str) -> list[str]:
@@ -61,7 +54,7 @@ def sites(output: str, variant: str) -> tuple[int, int]:
     return int(row[1]), int(row[2])
 
 
-def check(code: int, output: str, expected: tuple[int, int]) -> None:
+def check(code: int | None, output: str, expected: tuple[int, int]) -> None:
     """Check that both variants trained alike, one with `expected` overlapped sites and the other with none."""
     assert code == 0, output
     assert "the losses agree" in output
@@ -79,7 +72,7 @@ def test_one_replica_and_the_same_seed() -> None:
     check(code, output, MLP_SITES)
     for rank in (0, 1):
         assert f"[rank {rank}] TP group [0, 1], DP group [{rank}]" in output
-    code, alone = run(2, SMALL + " --no-comm-overlap --verbose")
+    code, alone = torchrun(2, SMALL + " --no-comm-overlap --verbose")
     assert code == 0, alone
     assert losses(alone, "no overlap") == losses(output, "no overlap")
     assert losses(alone, "overlap") == []
@@ -149,7 +142,7 @@ def test_flags(flags_of: Callable[..., Any]) -> None:
 @pytest.fixture
 def flags_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return the example's parser in an environment of 3 ranks on a host without GPUs."""
-    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -159,7 +152,7 @@ def flags_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def test_losses_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
     from layer.run import verdict
     from layer.train import Record
 
@@ -233,7 +226,7 @@ def in_ranks(rank: int, world: int) -> None:
 
 
 def test_a_sharded_block_is_the_whole_one(pool2: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
     pool2.run(in_ranks)
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import markdown
-from tests.test_benchmarks import FACTS, torchrun
+from tests.test_benchmarks import FACTS, on_cpu_ranks
 
 
 def test_pipeline_on_cpu_ranks(tmp_path: Path) -> None:
     path = tmp_path / "pipeline.json"
     sizes = ["--mib", "1", "--width", "32", "--tokens", "16", "--microbatches", "4", "--iters", "2", "--warm", "1"]
     flags = ["--device", "cpu", "--compile", "--piece-mib", "1", *sizes, "--schedules", "ZBVZeroBubble"]
-    out = torchrun(2, "benchmarks.pipeline", [*flags, "--json", str(path)])
+    out = on_cpu_ranks(2, "benchmarks.pipeline", [*flags, "--json", str(path)])
     document: dict[str, Any] = json.loads(path.read_text())
     assert document.keys() >= FACTS and document["benchmark"] == "pipeline"
     messages = [row for row in document["rows"] if row["kind"] == "message"]

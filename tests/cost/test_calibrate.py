@@ -14,6 +14,8 @@ from unittest import mock
 import pytest
 
 from tests.cost.machine import PLAIN
+from tests.gpu.launch import Finished, launch
+from tests.harness.programs import run_program
 from ub_overlap.compiler.cost import SiteShape, choose, load
 from ub_overlap.compiler.cost.fused_curves import FORMS
 from ub_overlap.compiler.cost.matmul_time import analytic_us
@@ -28,25 +30,19 @@ from ub_overlap.tools.calibrate.network import fit_network
 PACE = 120
 
 
-def calibrate(ranks: int, folder: Path, *arguments: str, hosts: str = "") -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
-    return subprocess.run(
-        [*launch, "--rdzv-endpoint", "localhost:0", "-m", "ub_overlap", "calibrate", "--device", "cpu", *arguments],
-        cwd=folder,
-        env={**os.environ, "UB_OVERLAP_CACHE_DIR": str(folder), "UB_OVERLAP_HOSTS": hosts, "OMP_NUM_THREADS": "1"},
-        text=True,
-        capture_output=True,
-        timeout=PACE,
-        check=False,
-    )
+def calibrate(ranks: int, folder: Path, *arguments: str, hosts: str = "") -> Finished:
+    env = {"UB_OVERLAP_CACHE_DIR": str(folder), "UB_OVERLAP_HOSTS": hosts}
+    return run_program(ranks, "ub_overlap", ["calibrate", "--device", "cpu", "--quick", *arguments], env, folder, PACE)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    done = calibrate(2, tmp_path, "--quick")
-    assert done.returncode == 0, done.stdout + done.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "ub_overlap", "calibrate", "--device", "cpu", "--quick"]
+    done = launch(command, PACE, {"UB_OVERLAP_CACHE_DIR": str(tmp_path)})
+    assert done.code == 0, done.output
     (path,) = (tmp_path / "profiles").glob("*.json")
-    assert str(path) in done.stdout and "whole calls: median error" in done.stdout
-    assert "[" in done.stderr and "100%" in done.stderr and "matmuls" in done.stderr
+    assert str(path) in done.output and "whole calls: median error" in done.output
+    assert "[" in done.output and "100%" in done.output and "matmuls" in done.output
     profile = load(path)
     assert dict(profile.key) == json.loads(json.dumps(machine.key("cpu", 2)))
     assert profile.holes == () and "measured" in profile.source
@@ -67,8 +63,8 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def test_out_file_and_no_cache(tmp_path: Path) -> None:
-    done = calibrate(3, tmp_path, "--quick", "--out", str(tmp_path / "mine.json"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = calibrate(3, tmp_path, "--out", str(tmp_path / "mine.json"))
+    assert done.code == 0, done.output
     profile, base = load(tmp_path / "mine.json"), load("cpu")
     assert profile.key["ranks"] == 3
     kept = base.key["gpu"] == profile.key["gpu"]
@@ -79,10 +75,10 @@ def test_out_file_and_no_cache(tmp_path: Path) -> None:
 
 def test_several_hosts(tmp_path: Path) -> None:
     """Only the network is measured. The profile is the one that ranks of one host then use."""
-    done = calibrate(2, tmp_path, "--quick", hosts="a,b")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = calibrate(2, tmp_path, hosts="a,b")
+    assert done.code == 0, done.output
     (path,) = (tmp_path / "profiles").glob("*.json")
-    assert str(path) in done.stdout and "GB/s a rank to other hosts" in done.stdout and "all_reduce 2x2" in done.stdout
+    assert str(path) in done.output and "GB/s a rank to other hosts" in done.output and "all_reduce 2x2" in done.output
     profile, base = load(path), load("cpu")
     assert replace(profile, network=base.network) == replace(base, key=profile.key)
     assert machine.differing_fields(dict(profile.key), machine.key("cpu", 1)) == []
@@ -141,7 +137,7 @@ def test_few_tokens_of_any_number_of_ranks() -> None:
 
 def test_a_disturbed_matmul_is_measured_again(tmp_path: Path) -> None:
     """Of all times, one that is a thousand times too long. The others stay as they are, but for their own outliers."""
-    done = run_program(
+    done = calibrate_behind(
         tmp_path,
         "from ub_overlap.tools.calibrate import matmuls\n"
         "measure = matmuls.measure\n"
@@ -150,7 +146,7 @@ def test_a_disturbed_matmul_is_measured_again(tmp_path: Path) -> None:
         "    return [(*rows[0][:5], 1000 * rows[0][5]), *rows[1:]]\n"
         "matmuls.measure = disturbed\n",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.code == 0, done.output
     profile = load(tmp_path / "out.json")
     assert len(profile.matmuls) == len(matmuls.points(False, True))
     layout, dtype, *shape, us = profile.matmuls[0]
@@ -159,20 +155,20 @@ def test_a_disturbed_matmul_is_measured_again(tmp_path: Path) -> None:
 
 def test_a_probe_that_fails_leaves_a_hole(tmp_path: Path) -> None:
     """A probe that raises on all ranks is named and filled from the shipped profile; the other probes are measured."""
-    done = run_program(
+    done = calibrate_behind(
         tmp_path,
         "from ub_overlap.tools.calibrate import traffic\n"
         "def fails(*_):\n    raise RuntimeError('no collectives today')\n"
         "traffic.collectives = fails\n",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.code == 0, done.output
     profile = load(tmp_path / "out.json")
     assert [hole.partition(":")[0] for hole in profile.holes] == ["collectives"] and "no collectives today" in profile.holes[0]
     assert profile.collectives == load("cpu").collectives
     assert profile.matmuls != load("cpu").matmuls
 
 
-def run_program(folder: Path, changes: str) -> subprocess.CompletedProcess[str]:
+def calibrate_behind(folder: Path, changes: str) -> Finished:
     """Run a calibration of two CPU ranks behind the lines `changes`. It writes `out.json`."""
     program = folder / "program.py"
     program.write_text(
@@ -180,12 +176,4 @@ def run_program(folder: Path, changes: str) -> subprocess.CompletedProcess[str]:
         "from ub_overlap.__main__ import main\n"
         f"sys.exit(main(['calibrate', '--quick', '--device', 'cpu', '--out', {str(folder / 'out.json')!r}]))\n"
     )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    return subprocess.run(
-        [*launch, "--rdzv-endpoint", "localhost:0", str(program)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        text=True,
-        capture_output=True,
-        timeout=PACE,
-        check=False,
-    )
+    return run_program(2, program, limit_s=PACE)

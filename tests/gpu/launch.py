@@ -51,18 +51,15 @@ def torchrun_command(
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     interpreter = ["--no-python", *(python or [sys.executable])]
+    shown = [] if all_output else ["--local-ranks-filter", "0"]
+    return [*launcher, *shown, *interpreter, "-m", "pytest", *pytest_arguments(module, arguments)]
+
+
+def pytest_arguments(module: str, arguments: Sequence[str] = ()) -> list[str]:
+    """Return the arguments of pytest for a module of tests/gpu/torchrun."""
     # Only Python's output is captured: the stacks of a rank that dies are seen.
-    tests = [
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "--capture=sys",
-        "-q",
-        "-rfEs",
-        str(ROOT / "tests/gpu/torchrun" / module),
-    ]
-    return [*launcher, *([] if all_output else ["--local-ranks-filter", "0"]), *interpreter, *tests, *arguments]
+    fixed = ["-p", "no:cacheprovider", "--capture=sys", "-q", "-rfEs"]
+    return [*fixed, str(ROOT / "tests/gpu/torchrun" / module), *arguments]
 
 
 def launch(command: Sequence[str], limit_s: float, env: dict[str, str] | None = None) -> Finished:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.launch import Finished, launch, torchrun_command
+from tests.gpu.launch import ENVIRONMENT, Finished, launch, pytest_arguments, torchrun_command
+from tests.harness.programs import run_program
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,9 @@ def test_on_gpus(ranks: int, module: Module, request: pytest.FixtureRequest) -> 
     ],
 )
 def test_on_cpu_ranks(module: str, selection: str) -> None:
-    finished = launch(torchrun_command(f"test_{module}.py", 2, ["--device", "cpu", "--quick", "-k", selection]), 150)
+    """These tests themselves, on every machine."""
+    arguments = pytest_arguments(f"test_{module}.py", ["--device", "cpu", "--quick", "-k", selection])
+    finished = run_program(2, "pytest", arguments, ENVIRONMENT, limit_s=150, only_rank_0=True)
     assert finished.code == 0, f"{finished.why()}\n{finished.output[-6000:]}"
     assert " passed" in finished.output and " failed" not in finished.output
 

@@ -15,6 +15,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver
@@ -65,5 +66,6 @@ def _enter(function: Callable[..., None], args: tuple[Any, ...], environment: di
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # the server has looked up its own
     gc.freeze()  # half a million objects of torch: without it, a tenth of a compilation is spent on looking through them
     function(*args)

@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.harness.ranks import PATIENCE_S
+from tests.harness.workers import scope_of
 from tests.test_docs import ROOT
 
 CASES = "import pytest\n@pytest.mark.parametrize('case', range(6))\ndef test_case(case): pass\n"
 
 
 def test_tests_of_a_file_run_in_one_worker(tmp_path: Path) -> None:
+    """The tests on GPUs run in one worker."""
     pytest.importorskip("xdist")
-    files = [f"tests/{name}.py" for name in ("test_a", "test_b", "gpu/test_c", "gpu/test_d")]
+    files = [f"tests/{name}.py" for name in ("some/test_a", "some/test_b", "gpu/test_c", "gpu/test_d")]
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(CASES)
@@ -37,3 +39,9 @@ def test_tests_of_a_file_run_in_one_worker(tmp_path: Path) -> None:
     assert [len(found) for found in workers.values()] == [1] * 4
     assert workers["tests/gpu/test_c.py"] == workers["tests/gpu/test_d.py"]
     assert len(set.union(*workers.values())) == 2
+
+
+def test_scopes() -> None:
+    assert {scope_of(f"tests/some/test_a.py::test[{n}]") for n in (0, 1)} == {"tests/some/test_a.py"}
+    assert len({scope_of(f"tests/test_demo.py::test[{n}]") for n in (0, 1)}) == 2
+    assert {scope_of(f"tests/test_install.py::test[{n}]") for n in (0, 1)} == {"tests/test_install.py"}

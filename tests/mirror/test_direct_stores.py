@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from benchmarks.direct_stores import merge
-from tests.gpu.launch import launch
+from tests.harness.programs import run_program
 from ub_overlap.compiler.cost.profile import Profile
 
 PROFILES = Path(__file__).parents[2] / "compiler" / "cost" / "profiles"
@@ -17,8 +16,7 @@ def test_rows_of_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text((PROFILES / "cpu.json").read_text())
     arguments = ["--ranks", "3,4", "--device", "cpu", "--quick", "--profile", str(path)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    finished = launch([*torchrun, "-m", "benchmarks.direct_stores", *arguments], 100)
+    finished = run_program(2, "benchmarks.direct_stores", arguments)
     assert finished.code == 0, finished.output[-3000:]
     profile = Profile.from_json(path.read_text(), str(path))
     assert profile.direct is not None
