@@ -47,6 +47,7 @@ from .joint.merge.merge_amax_reductions import merge_amax_reductions
 from .joint.merge.merge_collectives import may_merge, merge_collectives
 from .joint.repeats.send_once import may_send_once, send_once
 from .joint.scatter_first import mesh_signature, scatter_first
+from .joint.sorted_rows import gather_sorted_rows, may_gather_sorted_rows
 from .match.amax_reductions import mark_amax_reductions
 from .match.site import Fused
 from .options import Options
@@ -112,7 +113,7 @@ class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
 
 
 class JointPass(_Pass):
-    """Decompose, merge and reorder collectives, keep sizes, insert and hoist float8 casts, and apply the memory budget."""
+    """Decompose, merge and reorder collectives, read sorted rows, hoist float8 casts, and apply the memory budget."""
 
     def __call__(self, graph: Graph) -> None:
         drop_repeated_waits(graph)
@@ -122,9 +123,10 @@ class JointPass(_Pass):
         reorders = self.options.scatter_first
         decomposes = self.options.overlap != "off" and may_decompose(graph)
         keeps_sizes = self.options.overlap != "off" and may_keep_sizes(graph)
+        reads_sorted = reforms and may_gather_sorted_rows(graph)
         policy = Policy.of(self.options)
         repeats = reforms and (decomposes or may_send_once(graph, policy.threshold))
-        may_change = merges or repeats or has_float8 or self.options.fp8.is_on or reorders or decomposes or keeps_sizes
+        may_change = any((merges, repeats, has_float8, self.options.fp8.is_on, reorders, decomposes, keeps_sizes, reads_sorted))
         recorder = SnapshotRecorder(graph, "joint", settings.current().snapshots and may_change)
         recorder.before()
         decomposed = decompose_collectives(graph) if decomposes else 0
@@ -133,6 +135,7 @@ class JointPass(_Pass):
             "ops with collectives inside": decomposed,
             "sizes of all_to_alls that backward keeps": keep_exchange_sizes(graph) if keeps_sizes else 0,
             "collectives without repeats": narrowed,
+            "scatters of sorted rows that read": gather_sorted_rows(graph) if reads_sorted else 0,
             **self._rewrite(graph, policy, merges, has_float8),
         }
         mark_amax_reductions(graph)

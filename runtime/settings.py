@@ -65,7 +65,8 @@ class Settings:
     merge_collectives: bool = typed_field(
         True,
         "merge sums of all_reduces or reduce_scatters into one of the sum, all_gathers of one tensor into one, and steps of a "
-        "ring that backward repeats into those of forward; send repeated elements once",
+        "ring that backward repeats into those of forward; send repeated elements once; read sorted rows where the program "
+        "scatters them",
     )
 
     def __post_init__(self) -> None:
