@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..graph.aten import CASTS, VIEWS, aten, c10d, prims, shape_of, tensor_of
+from ..graph.aten import CASTS, VIEWS, aten, c10d, prims, shape_of, storage_node, tensor_of, written_memory
 from ..graph.emitter import Emitter
 from ..graph.sizes import Size, as_sizes, is_same, is_same_shape
 
@@ -57,7 +57,9 @@ def may_gather_sorted_rows(graph: Graph) -> bool:
 def gather_sorted_rows(graph: Graph) -> int:
     """Change a joint graph in place. Return the number of scatters that are reads now."""
     inverses: dict[Node, Node] = {}
-    found = [(node, m) for t in _READERS for node in graph.find_nodes(op="call_function", target=t) if (m := _match(node))]
+    written = written_memory(graph)
+    nodes = [node for target in _READERS for node in graph.find_nodes(op="call_function", target=target)]
+    found = [(node, m) for node in nodes if (m := _match(node, written))]
     for node, m in found:
         if m.order not in inverses:
             inverses[m.order] = _emit_inverse(graph, m.order)
@@ -89,14 +91,15 @@ def _emit_inverse(graph: Graph, order: Node) -> Node:
         return e.call(aten.scatter.src, numbers, 0, order, numbers)
 
 
-def _match(node: Node) -> _Scatter | None:
+def _match(node: Node, written: set[Node]) -> _Scatter | None:
+    """Return what `node` scatters. None where a read would give something else. `written`: memory that the graph writes to."""
     given = _READERS[node.target](node)
     if given is None:
         return None
     target, index, rows, accumulates = given
     order, repeats = _divided_permutation(index)
     values = [tensor_of(n) for n in (node, target, rows)]
-    if order is None or any(v is None for v in values):
+    if order is None or any(v is None for v in values) or {storage_node(order), storage_node(target)} & written:
         return None
     result, _, source = values
     assert result is not None and source is not None
@@ -109,7 +112,8 @@ def _match(node: Node) -> _Scatter | None:
         and is_same_shape(as_sizes(source.shape)[1:], shape[1:])
         and all(isinstance(size, int) for size in shape[1:])
     )
-    may_read = _is_zero(target) if accumulates else repeats == 1
+    is_sum = accumulates and _is_zero(target) and (repeats == 1 or result.dtype.is_floating_point)
+    may_read = is_sum or (not accumulates and repeats == 1)
     return _Scatter(order, repeats, rows) if is_whole and may_read else None
 
 

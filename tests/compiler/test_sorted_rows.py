@@ -122,9 +122,26 @@ def one_place_for_all(keys: Tensor, rows: Tensor) -> Tensor:
     return torch.zeros(N, N).scatter_add(0, torch.argsort(keys)[None].expand(N, -1), rows.repeat(1, N // D))
 
 
+def integers(keys: Tensor, rows: Tensor) -> Tensor:
+    return torch.zeros(T, D, dtype=torch.int32).index_add(0, torch.argsort(keys) // K, rows.int())
+
+
+def zeros_that_are_written(keys: Tensor, rows: Tensor) -> Tensor:
+    target = torch.zeros(N, D)
+    target[0] = 1
+    return target.index_put((torch.argsort(keys),), rows, accumulate=True)
+
+
+def an_order_that_is_written(keys: Tensor, rows: Tensor) -> Tensor:
+    order = torch.argsort(keys)
+    order.clamp_(max=N // 2)
+    return torch.zeros(N, D).index_put((order,), rows, accumulate=True)
+
+
 LOOK_ALIKES = [
     onto_other_rows, into_more_rows, into_more_tokens, one_of_a_token, part_of_an_order, no_order, sorted_keys, columns,
     second_dim, one_row_for_all, with_a_factor, order_of_rows, other_places_in_columns, some_columns, one_place_for_all,
+    integers, zeros_that_are_written, an_order_that_is_written,
 ]  # fmt: skip
 
 
