@@ -14,13 +14,14 @@ becomes
 
 Models with experts sort rows in front of an all_to_all and behind it, forward and backward. The traced form writes the zeros,
 then adds each element by an atomic operation, in any order. A read can be fused with what follows; sums are rounded once and
-are the same in each run.
+are the same in each run. A zero may have another sign.
 
 Legend: T tokens, k experts of a token, n = T * k rows, D width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,10 @@ from torch.fx import Graph, Node
 
 from ..graph.aten import CASTS, VIEWS, aten, c10d, prims, shape_of, storage_node, tensor_of, written_memory
 from ..graph.emitter import Emitter
-from ..graph.sizes import Size, as_sizes, is_same, is_same_shape
+from ..graph.sizes import as_sizes, is_same, is_same_shape
 
+_INDICES = {torch.int32, torch.int64}
+_EMPTY = (aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default)
 _SORTS = (aten.sort.default, aten.sort.stable)
 _FLOOR_DIVISIONS = (aten.floor_divide.default, aten.floor_divide.Scalar)
 _ROUNDED_DIVISIONS = (aten.div.Tensor_mode, aten.div.Scalar_mode)
@@ -40,12 +43,13 @@ _FILLED = (aten.full.default, aten.full_like.default, aten.new_full.default)
 
 
 @dataclass(frozen=True)
-class _Scatter:
-    """Rows that are put where a permutation, divided by `repeats`, says."""
+class _PutBack:
+    """Rows that a scatter puts where a permutation, divided by `repeats`, says. `may_repeat`: one row may stand for all."""
 
     order: Node
     repeats: int
     rows: Node
+    may_repeat: bool
 
 
 def may_gather_sorted_rows(graph: Graph) -> bool:
@@ -58,22 +62,27 @@ def gather_sorted_rows(graph: Graph) -> int:
     """Change a joint graph in place. Return the number of scatters that are reads now."""
     inverses: dict[Node, Node] = {}
     written = written_memory(graph)
-    nodes = [node for target in _READERS for node in graph.find_nodes(op="call_function", target=target)]
-    found = [(node, m) for node in nodes if (m := _match(node, written))]
+    found = [(node, m) for node in graph.nodes if node.target in _READERS and (m := _match(node, written))]
+    replaced: dict[Node, Node] = {}
     for node, m in found:
         if m.order not in inverses:
             inverses[m.order] = _emit_inverse(graph, m.order)
         with graph.inserting_before(node):
-            e = Emitter(graph, node, {})
-            result = e.call(aten.index.Tensor, m.rows, [inverses[m.order]])
+            e = Emitter(graph, node, replaced)
+            places = inverses[m.order]
+            if m.may_repeat:
+                places = e.call(aten.remainder.Scalar, places, e.call(aten.sym_size.int, m.rows, 0))
+            result = e.contiguous(e.call(aten.index.Tensor, m.rows, [places]))
             if m.repeats > 1:
                 tokens, *rest = shape_of(node)
                 dims = [tokens if isinstance(tokens, int) else -1, m.repeats, *rest]
                 result = e.call(aten.sum.dim_IntList, e.call(aten.reshape.default, result, dims), [1])
         node.replace_all_uses_with(result)
+        replaced[node] = result
+    for node, _ in reversed(found):
         target = node.args[0]
         graph.erase_node(node)
-        if isinstance(target, Node) and not target.users and target.op == "call_function":
+        if isinstance(target, Node) and not target.users and target.target in (*_ZEROS, *_FILLED, *_EMPTY):
             graph.erase_node(target)
     return len(found)
 
@@ -91,41 +100,40 @@ def _emit_inverse(graph: Graph, order: Node) -> Node:
         return e.call(aten.scatter.src, numbers, 0, order, numbers)
 
 
-def _match(node: Node, written: set[Node]) -> _Scatter | None:
+def _match(node: Node, written: set[Node]) -> _PutBack | None:
     """Return what `node` scatters. None where a read would give something else. `written`: memory that the graph writes to."""
-    given = _READERS[node.target](node)
-    if given is None:
+    read = _READERS[node.target](node)
+    if read is None:
         return None
-    target, index, rows, accumulates = given
+    target, index, rows, accumulates = read
     order, repeats = _divided_permutation(index)
-    values = [tensor_of(n) for n in (node, target, rows)]
-    if order is None or any(v is None for v in values) or {storage_node(order), storage_node(target)} & written:
+    result, source = tensor_of(node), tensor_of(rows)
+    if order is None or any({storage_node(n) for n in _chain(n, end)} & written for n, end in ((index, order), (target, None))):
         return None
-    result, _, source = values
     assert result is not None and source is not None
     shape, (count,) = as_sizes(result.shape), shape_of(order)
     is_whole = (
         result.dtype == source.dtype
         and result.is_contiguous()
         and is_same(shape[0] * repeats, count)
-        and _may_be_same(as_sizes(source.shape)[:1], (count,))
         and is_same_shape(as_sizes(source.shape)[1:], shape[1:])
         and all(isinstance(size, int) for size in shape[1:])
     )
+    have, is_put = as_sizes(source.shape)[:1], node.target is aten.index_put.default
+    is_row_each = is_same_shape(have, (count,))
+    may_repeat = is_put and not is_row_each
+    # Only an index_put takes one row for all. Sizes that are not known are those that the program needs.
+    are_unknown = bool(have) and not all(isinstance(size, int) for size in (*have, count))
     is_sum = accumulates and _is_zero(target) and (repeats == 1 or result.dtype.is_floating_point)
     may_read = is_sum or (not accumulates and repeats == 1)
-    return _Scatter(order, repeats, rows) if is_whole and may_read else None
+    has_rows = is_row_each or are_unknown
+    return _PutBack(order, repeats, rows, may_repeat) if is_whole and has_rows and may_read else None
 
 
-def _may_be_same(rows: tuple[Size, ...], counts: tuple[Size, ...]) -> bool:
-    """Return whether there is a row for each number of an order: then there is, since the traced op accepts no other rows.
-
-    It would repeat one row. But torch takes a size that is not known to be 1 as another, and asserts that at run time.
-    """
-    return bool(rows) and (is_same_shape(rows, counts) or not all(isinstance(size, int) for size in (*rows, *counts)))
+_Read = tuple[Node, Node, Node, bool]
 
 
-def _read_put(node: Node) -> tuple[Node, Node, Node, bool] | None:
+def _read_put(node: Node) -> _Read | None:
     """Return (target, index, rows, whether it adds) of an index_put by the first dim."""
     target, indices, rows, *rest = node.args
     accumulates = bool(rest[0] if rest else node.kwargs.get("accumulate", False))
@@ -135,7 +143,7 @@ def _read_put(node: Node) -> tuple[Node, Node, Node, bool] | None:
     return (target, index, rows, accumulates) if isinstance(index, Node) else None
 
 
-def _read_add(node: Node) -> tuple[Node, Node, Node, bool] | None:
+def _read_add(node: Node) -> _Read | None:
     """Return the same of an index_add by the first dim, without a factor."""
     target, dim, index, rows = node.args[:4]
     has_factor = len(node.args) > 4 or node.kwargs.get("alpha", 1) != 1
@@ -143,7 +151,7 @@ def _read_add(node: Node) -> tuple[Node, Node, Node, bool] | None:
     return (target, index, rows, True) if nodes and dim == 0 and not has_factor else None  # type: ignore[return-value]
 
 
-def _read_scatter(node: Node) -> tuple[Node, Node, Node, bool] | None:
+def _read_scatter(node: Node) -> _Read | None:
     """Return the same of a scatter_add of whole rows: all elements of a row of its index are one number."""
     target, dim, index, rows = node.args[:4]
     if dim != 0 or not all(isinstance(n, Node) for n in (target, index, rows)):
@@ -153,15 +161,15 @@ def _read_scatter(node: Node) -> tuple[Node, Node, Node, bool] | None:
     if index.target is not aten.expand.default or len(shape) != 2 or not is_same_shape(shape, shape_of(rows)):
         return None
     column = index.args[0]
-    while isinstance(column, Node) and column.target in VIEWS and len(shape_of(column)) == 2 and shape_of(column)[1] == 1:
-        column = column.args[0]
-    is_one_number = isinstance(column, Node) and len(shape_of(column)) == 1 and is_same(shape_of(column)[0], shape[0])
-    return (target, column, rows, True) if is_one_number else None  # type: ignore[return-value]
+    assert isinstance(column, Node)
+    if not is_same_shape(shape_of(column), (shape[0], 1)):  # else the numbers may be those of columns
+        return None
+    return (target, column, rows, True)  # type: ignore[return-value]
 
 
 def _divided_permutation(index: Node) -> tuple[Node | None, int]:
     """Return (order, k) of `order // k`, where order is a permutation. (None, 1) of another tensor."""
-    node, repeats = _behind_copies(index), 1
+    node, repeats = _behind_views(index), 1
     divisor: Any = node.args[1] if len(node.args) > 1 else None
     rounds = node.target in _ROUNDED_DIVISIONS and node.kwargs.get("rounding_mode") in ("floor", "trunc")
     if (rounds or node.target in _FLOOR_DIVISIONS) and isinstance(divisor, int) and divisor > 0:
@@ -169,15 +177,36 @@ def _divided_permutation(index: Node) -> tuple[Node | None, int]:
     return (node, repeats) if _is_permutation(node) else (None, 1)
 
 
+def _behind_views(node: Any) -> Node:
+    """Return the tensor of one dim behind a column of the same numbers, or `node`."""
+    while node.target in VIEWS and isinstance(node.args[0], Node) and _is_column(node):
+        node = node.args[0]
+    return _behind_copies(node)
+
+
+def _is_column(node: Node) -> bool:
+    shape = shape_of(node)
+    return len(shape) == 2 and isinstance(shape[1], int) and shape[1] == 1
+
+
 def _behind_copies(node: Any) -> Node:
-    while node.target in _COPIES or (node.target in CASTS and _is_int64(node.args[0])):
+    """Return the tensor that copies and casts between types of indices leave as it is."""
+    while node.target in _COPIES or (node.target in CASTS and {_type_of(node), _type_of(node.args[0])} <= _INDICES):
         node = node.args[0]
     return node  # type: ignore[no-any-return]
 
 
-def _is_int64(node: Node) -> bool:
+def _type_of(node: Node) -> torch.dtype | None:
     value = tensor_of(node)
-    return value is not None and value.dtype == torch.int64
+    return None if value is None else value.dtype
+
+
+def _chain(node: Node, end: Node | None) -> Iterator[Node]:
+    """Yield `node` and the first inputs behind it up to `end`, or as long as they are copies."""
+    yield node
+    while node is not end and (end is not None or node.target in _COPIES):
+        node = node.args[0]  # type: ignore[assignment]
+        yield node
 
 
 def _is_permutation(node: Node) -> bool:
@@ -189,13 +218,14 @@ def _is_permutation(node: Node) -> bool:
 
 def _is_zero(node: Node) -> bool:
     """Return whether all elements of `node` are zeros."""
+    node = _behind_copies(node)
     if node.target in _FILLED:
         fill = node.args[2] if node.target is aten.new_full.default else node.args[1]
-        return not isinstance(fill, Node) and fill == 0
+        return bool(not isinstance(fill, Node) and fill == 0)
     return node.target in _ZEROS
 
 
-_READERS = {
+_READERS: dict[Any, Callable[[Node], _Read | None]] = {
     aten.index_put.default: _read_put,
     aten.index_add.default: _read_add,
     aten.scatter_add.default: _read_scatter,

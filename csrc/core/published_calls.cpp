@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "core/settings.h"
 #include "core/wait_until.h"
@@ -12,12 +13,6 @@ namespace ub_overlap {
 namespace {
 
 constexpr int64_t vote_ns = 2'000'000'000;  // for the calls of other ranks, once two ranks are in different calls
-
-int votes_for(Arena& arena, uint64_t stamp, int slot) {
-    int votes = 0;
-    for (int rank = 0; rank < arena.ranks(); ++rank) votes += published_stamp(arena, rank, slot) == stamp;
-    return votes;
-}
 
 }  // namespace
 
@@ -29,20 +24,25 @@ uint64_t published_stamp(Arena& arena, int rank, int slot) {
 std::pair<int, int> find_odd_one(Arena& arena, int peer, int slot) {
     const uint64_t own = published_stamp(arena, arena.rank(), slot), theirs = published_stamp(arena, peer, slot);
     if (epoch_of(own) != epoch_of(theirs)) return {peer, arena.rank()};
+    // The calls of all ranks at this epoch, as seen first: a host that runs ahead publishes its next one soon.
+    std::vector<uint64_t> calls(arena.ranks());
+    calls[arena.rank()] = own;
+    calls[peer] = theirs;
+    const auto votes_for = [&](uint64_t stamp) { return std::count(calls.begin(), calls.end(), stamp); };
     const auto is_decided = [&] {
-        const int ours = votes_for(arena, own, slot), others = votes_for(arena, theirs, slot);
-        int missing = 0;
         for (int rank = 0; rank < arena.ranks(); ++rank) {
-            missing += epoch_of(published_stamp(arena, rank, slot)) != epoch_of(own);
+            const uint64_t stamp = published_stamp(arena, rank, slot);
+            if (calls[rank] == 0 && epoch_of(stamp) == epoch_of(own)) calls[rank] = stamp;
         }
-        return std::abs(ours - others) > missing || missing == 0;
+        return votes_for(0) == 0 || std::abs(votes_for(own) - votes_for(theirs)) > votes_for(0);
     };
     const int64_t patience = std::min(vote_ns, settings().step_timeout_ns.load(std::memory_order_relaxed) / 2);
     wait_until(is_decided, now_ns() + patience, [&] {
+        arena.control(arena.rank())
+            ->heartbeat_ns.store(now_ns(), std::memory_order_relaxed);  // this rank is not the silent one
         if (const Failure* failure = arena.aborted()) throw CallFailed(*failure);
     });
-    const bool outvoted = votes_for(arena, theirs, slot) > votes_for(arena, own, slot);
-    return outvoted ? std::pair(arena.rank(), peer) : std::pair(peer, arena.rank());
+    return votes_for(theirs) > votes_for(own) ? std::pair(arena.rank(), peer) : std::pair(peer, arena.rank());
 }
 
 void check_site(Arena& arena, int slot) {

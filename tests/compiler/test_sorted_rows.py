@@ -20,6 +20,7 @@ from ub_overlap.compiler.passes import JointPass
 
 T, K, D = 6, 2, 4
 N = T * K
+SORTS = (torch.ops.aten.sort.default, torch.ops.aten.sort.stable)
 SCATTERS = ("aten.index_put.default", "aten.index_add.default", "aten.scatter_add.default")
 
 
@@ -55,7 +56,24 @@ def as_torchtitan(keys: Tensor, rows: Tensor) -> Tensor:
     return torch.zeros(T, D).scatter_add(0, tokens, rows)
 
 
-MATCHED = [put_back, gradient_of_sorted, gradient_of_tokens, sum_of_a_token, two_of_one_order, of_three_dims, as_torchtitan]
+def nested(keys: Tensor, rows: Tensor) -> Tensor:
+    """Rows of one scatter are those of another, and its target."""
+    first = torch.zeros(T, D).index_add(0, torch.argsort(keys) // K, put_back(-keys, rows))
+    return first.index_put((torch.argsort(keys[:T]),), first * 2)
+
+
+def of_copied_zeros(keys: Tensor, rows: Tensor) -> Tensor:
+    return torch.zeros(T, D).detach().clone().index_add(0, torch.argsort(keys).clone().int() // K, rows)
+
+
+def of_other_strides(keys: Tensor, rows: Tensor) -> Tensor:
+    return torch.zeros(N, 2, 2).index_put((torch.argsort(keys),), rows.view(N, 2, 2).transpose(1, 2)).view(N, D)
+
+
+MATCHED = [
+    put_back, gradient_of_sorted, gradient_of_tokens, sum_of_a_token, two_of_one_order, of_three_dims, as_torchtitan, nested,
+    of_copied_zeros, of_other_strides,
+]  # fmt: skip
 
 
 def onto_other_rows(keys: Tensor, rows: Tensor) -> Tensor:
@@ -134,14 +152,37 @@ def zeros_that_are_written(keys: Tensor, rows: Tensor) -> Tensor:
 
 def an_order_that_is_written(keys: Tensor, rows: Tensor) -> Tensor:
     order = torch.argsort(keys)
-    order.clamp_(max=N // 2)
+    order[:T].fill_(0)
     return torch.zeros(N, D).index_put((order,), rows, accumulate=True)
+
+
+def a_copy_that_is_written(keys: Tensor, rows: Tensor) -> Tensor:
+    order = torch.argsort(keys).clone()
+    order[:T].fill_(0)
+    return torch.zeros(N, D).index_put((order,), rows, accumulate=True)
+
+
+def tokens_that_are_written(keys: Tensor, rows: Tensor) -> Tensor:
+    tokens = torch.argsort(keys) // K
+    tokens[:T].fill_(0)
+    return torch.zeros(T, D).index_add(0, tokens, rows)
+
+
+def a_mask(keys: Tensor, rows: Tensor) -> Tensor:
+    mask = torch.argsort(keys).bool()
+    return torch.zeros(N, D).index_put((mask,), rows[:1], accumulate=True)
+
+
+def a_square(keys: Tensor, rows: Tensor) -> Tensor:
+    """Each column of the index has one number, not each row."""
+    return torch.zeros(N, N).scatter_add(0, torch.argsort(keys).expand(N, N), rows.repeat(1, N // D))
 
 
 LOOK_ALIKES = [
     onto_other_rows, into_more_rows, into_more_tokens, one_of_a_token, part_of_an_order, no_order, sorted_keys, columns,
     second_dim, one_row_for_all, with_a_factor, order_of_rows, other_places_in_columns, some_columns, one_place_for_all,
-    integers, zeros_that_are_written, an_order_that_is_written,
+    integers, zeros_that_are_written, an_order_that_is_written, a_copy_that_is_written, tokens_that_are_written,
+    a_mask, a_square,
 ]  # fmt: skip
 
 
@@ -166,9 +207,24 @@ def test_reads_have_the_same_values(function: Callable[..., Tensor]) -> None:
     gm.recompile()
     assert torch.equal(gm(keys, rows), function(keys, rows))
     inverses = [node for node in gm.graph.nodes if node.target is torch.ops.aten.scatter.src]
-    assert len(inverses) == (2 if function is two_of_one_order else 1), "one for each sort"
+    assert len(inverses) == len({node for sort in SORTS for node in gm.graph.find_nodes(op="call_function", target=sort)})
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
-        assert node.meta["val"].shape[0] == N
+        assert node.meta["val"].shape[0] in (N, T)
+
+
+def test_one_row_for_all_where_the_number_is_not_known() -> None:
+    """index_put repeats one row. A graph of any number of rows does so too."""
+
+    def put(keys: Tensor) -> Tensor:
+        row = keys.sum() * torch.ones(1, D)
+        return torch.zeros(keys.shape[0], D).index_put((torch.argsort(keys),), row, accumulate=True)
+
+    gm = make_fx(put, tracing_mode="symbolic")(torch.randn(N))
+    assert gather_sorted_rows(gm.graph) == 1
+    gm.recompile()
+    for count in (N, 3):
+        keys = torch.randn(count)
+        assert torch.equal(gm(keys), put(keys))
 
 
 def test_sums_are_rounded_once() -> None:

@@ -3,19 +3,15 @@
     finished = run_program(2, "benchmarks.ops", ["--device", "cpu"])      python -m benchmarks.ops, on 2 ranks
     finished = run_program(2, ROOT / "examples/tp_mlp.py")
 
-Each rank of a torchrun imports torch, and so does torchrun: 5 s of CPU for each. One test of each program uses torchrun itself.
+Each rank of a torchrun imports torch, and so does torchrun: 5 s of CPU for each. Tests of benchmarks.ops, of
+calibrate, and of examples/tp_mlp.py and layer_with_overlap.py use torchrun itself.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import os
-import runpy
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -23,6 +19,7 @@ from pathlib import Path
 
 from tests.gpu.launch import Finished
 from tests.harness.processes import kill_process, start_process
+from tests.harness.program_process import run_as_main
 from tests.harness.ranks import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,12 +51,13 @@ def run_program(
         "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "tests",
     }  # fmt: skip
     with tempfile.NamedTemporaryFile("r", errors="replace") as output:
-        processes = []
-        for rank in range(ranks):
-            path = os.devnull if rank and only_rank_0 else output.name
-            work = (str(program), isinstance(program, Path), [*arguments], str(folder), path)
-            processes.append(start_process(rank, _run, work, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+        processes: list[BaseProcess] = []
         try:
+            for rank in range(ranks):
+                path = os.devnull if rank and only_rank_0 else output.name
+                work = (str(program), isinstance(program, Path), [*arguments], str(folder), path)
+                environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(start_process(rank, run_as_main, work, environment))
             code = _wait(processes, began + limit_s)
         finally:
             for process in processes:
@@ -81,32 +79,3 @@ def _wait(processes: Sequence[BaseProcess], deadline: float) -> int | None:
             if process.exitcode and not code:
                 code, deadline = process.exitcode, min(deadline, time.monotonic() + GRACE_S)
     return code
-
-
-def _run(program: str, is_script: bool, arguments: list[str], folder: str, output: str) -> None:
-    """Run the program as `__main__`, with its output in a file, and end the process as Python ends."""
-    file = os.open(output, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.chdir(folder)
-    sys.argv = [program, *arguments]
-    sys.path[0:0] = [str(Path(program).parent)] if is_script else [folder]
-    code = 1
-    try:
-        if is_script:
-            runpy.run_path(program, run_name="__main__")
-        else:
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as ending:
-        if isinstance(ending.code, int) or ending.code is None:
-            code = ending.code or 0
-        else:
-            print(ending.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001  (as Python does at the end of a program)
-        traceback.print_exc()
-    with contextlib.suppress(BaseException):
-        atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -10,9 +10,18 @@ from tests.harness.programs import run_program
 
 SEES = """
 import atexit, os, sys
+assert not any(name.partition(".")[0] == "ub_overlap" for name in sys.modules)
 import torch.distributed as dist
 import sibling
+try:
+    import benchmarks
+except ModuleNotFoundError:
+    pass
+else:
+    raise AssertionError("a script does not see this repository")
 if __name__ == "__main__":
+    import threading, time
+    threading.Thread(target=lambda: (time.sleep(0.3), print("end of a thread"))).start()
     dist.init_process_group("gloo")
     names = [None, None]
     dist.all_gather_object(names, f"{sys.argv[1:]} {os.getcwd()} {os.environ['LOCAL_RANK']} {sibling.NAME}")
@@ -40,6 +49,7 @@ def test_what_a_program_sees(tmp_path: Path) -> None:
     names = [f"['--a', 'b'] {tmp_path} {rank} next to it" for rank in (0, 1)]
     assert finished.code == 0, finished.output
     assert all(f"end of {rank}: {names}" in finished.output for rank in (0, 1)), finished.output
+    assert finished.output.count("end of a thread") == 2
     shown = run_program(2, program, ["--a", "b"], folder=tmp_path, only_rank_0=True).output
     assert "end of 0" in shown and "end of 1" not in shown
 
