@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from benchmarks.ops.table import derive, mean, summary
 from benchmarks.ops.table import text as ops_text
 from benchmarks.plot import _title as plot_title
 from benchmarks.plot import draw
+from tests.gpu.launch import launch, torchrun
 from tests.harness.programs import run_program
 from tests.harness.ranks import PATIENCE_S, RankPool
 from ub_overlap.tools.rank_process import World
@@ -36,15 +36,6 @@ def on_cpu_ranks(ranks: int, module: str, arguments: Sequence[str]) -> str:
     finished = run_program(ranks, module, ["--device", "cpu", *arguments])
     assert finished.code == 0, f"{finished.why()}\n{finished.output}"
     return finished.output
-
-
-def torchrun(ranks: int, module: str, arguments: Sequence[str]) -> str:
-    """Return the output of a benchmark on CPU ranks, started as a user starts it."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
-    command = [*launch, "--rdzv-endpoint", "localhost:0", "-m", module, "--device", "cpu", *arguments]
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def printed(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -71,7 +62,10 @@ def test_ops_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
         "--json",
         str(path),
     ]
-    out = torchrun(3, "benchmarks.ops", [*arguments, "--strategies", "pipelined,pipelined:chunks=4,nonsense"])
+    command = [*torchrun(3), "-m", "benchmarks.ops", "--device", "cpu", *arguments]
+    finished = launch([*command, "--strategies", "pipelined,pipelined:chunks=4,nonsense"], PATIENCE_S)
+    assert finished.code == 0, finished.output
+    out = finished.output
     document: dict[str, Any] = json.loads(path.read_text())
     assert document.keys() >= FACTS
     assert document["benchmark"] == "ops" and document["ranks"] == 2 and document["transports"] == ["shared memory"]

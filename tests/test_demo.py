@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.gpu.launch import launch, torchrun
 from tests.harness.programs import run_program
 from tests.harness.ranks import PATIENCE_S
 
@@ -118,12 +118,9 @@ def test_a_rank_that_dies_fails_the_demo(monkeypatch: pytest.MonkeyPatch, capsys
 def test_readme_example() -> None:
     """examples/tp_mlp.py runs under torchrun, and the README contains its exact code."""
     example = EXAMPLES / "tp_mlp.py"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    done = subprocess.run(
-        [*torchrun, "--rdzv-endpoint", "localhost:0", example], text=True, capture_output=True, timeout=PATIENCE_S, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "all_gather_matmul" in done.stdout
+    finished = launch([*torchrun(2), str(example)], PATIENCE_S)
+    assert finished.code == 0, finished.output
+    assert "all_gather_matmul" in finished.output
     body = example.read_text().partition('"""\n\n')[2]
     assert body in (ROOT / "README.md").read_text()
 

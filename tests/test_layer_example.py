@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.gpu.launch import launch
+from tests.gpu.launch import launch, torchrun
 from tests.harness.programs import run_program
 from tests.harness.ranks import PATIENCE_S, RankPool
 from ub_overlap.compiler.plan.decision import Decision
@@ -37,10 +36,9 @@ def run(ranks: int, flags: str) -> tuple[int | None, str]:
     return finished.code, finished.output
 
 
-def torchrun(ranks: int, flags: str) -> tuple[int | None, str]:
+def run_by_torchrun(ranks: int, flags: str) -> tuple[int | None, str]:
     """Do the same as a user does it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    finished = launch([*command, str(EXAMPLE), *flags.split()], PATIENCE_S)
+    finished = launch([*torchrun(ranks), str(EXAMPLE), *flags.split()], PATIENCE_S)
     return finished.code, finished.output
 
 
@@ -72,7 +70,7 @@ def test_one_replica_and_the_same_seed() -> None:
     check(code, output, MLP_SITES)
     for rank in (0, 1):
         assert f"[rank {rank}] TP group [0, 1], DP group [{rank}]" in output
-    code, alone = torchrun(2, SMALL + " --no-comm-overlap --verbose")
+    code, alone = run_by_torchrun(2, SMALL + " --no-comm-overlap --verbose")
     assert code == 0, alone
     assert losses(alone, "no overlap") == losses(output, "no overlap")
     assert losses(alone, "overlap") == []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.gpu.launch import launch
+from tests.gpu.launch import launch, torchrun
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples/recovery/shrink.py"
@@ -56,8 +56,7 @@ def test_in_process(flags: list[str], members: str) -> None:
 
 
 def test_elastic_restart(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    finished = launch([*command, str(EXAMPLE.with_name("elastic.py")), "--folder", str(tmp_path)], 240)
+    finished = launch([*torchrun(2), "--max-restarts=1", str(EXAMPLE.with_name("elastic.py")), "--folder", str(tmp_path)], 240)
     assert finished.code == 0, finished.tail()
     assert "start 1: done" in finished.output
     check(finished.output, 1)

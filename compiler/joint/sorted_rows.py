@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..graph.aten import CASTS, VIEWS, aten, c10d, prims, shape_of, storage_node, tensor_of, written_memory
+from ..graph.aten import CASTS, VIEWS, aten, c10d, dtype_of, prims, shape_of, storage_node, tensor_of, written_memory
 from ..graph.emitter import Emitter
 from ..graph.sizes import as_sizes, is_same, is_same_shape
 
@@ -119,15 +119,16 @@ def _match(node: Node, written: set[Node]) -> _PutBack | None:
         and is_same_shape(as_sizes(source.shape)[1:], shape[1:])
         and all(isinstance(size, int) for size in shape[1:])
     )
-    have, is_put = as_sizes(source.shape)[:1], node.target is aten.index_put.default
-    is_row_each = is_same_shape(have, (count,))
-    may_repeat = is_put and not is_row_each
-    # Only an index_put takes one row for all. Sizes that are not known are those that the program needs.
-    are_unknown = bool(have) and not all(isinstance(size, int) for size in (*have, count))
     is_sum = accumulates and _is_zero(target) and (repeats == 1 or result.dtype.is_floating_point)
     may_read = is_sum or (not accumulates and repeats == 1)
-    has_rows = is_row_each or are_unknown
-    return _PutBack(order, repeats, rows, may_repeat) if is_whole and has_rows and may_read else None
+    if not is_whole or not may_read or source.dim() == 0:
+        return None
+    have = as_sizes(source.shape)[0]
+    if is_same(have, count):
+        return _PutBack(order, repeats, rows, may_repeat=False)
+    # A size that is not known is one that the program accepts: only an index_put takes one row for all.
+    are_known = isinstance(have, int) and isinstance(count, int)
+    return None if are_known else _PutBack(order, repeats, rows, node.target is aten.index_put.default)
 
 
 _Read = tuple[Node, Node, Node, bool]
@@ -191,14 +192,9 @@ def _is_column(node: Node) -> bool:
 
 def _behind_copies(node: Any) -> Node:
     """Return the tensor that copies and casts between types of indices leave as it is."""
-    while node.target in _COPIES or (node.target in CASTS and {_type_of(node), _type_of(node.args[0])} <= _INDICES):
+    while node.target in _COPIES or (node.target in CASTS and {dtype_of(node), dtype_of(node.args[0])} <= _INDICES):
         node = node.args[0]
     return node  # type: ignore[no-any-return]
-
-
-def _type_of(node: Node) -> torch.dtype | None:
-    value = tensor_of(node)
-    return None if value is None else value.dtype
 
 
 def _chain(node: Node, end: Node | None) -> Iterator[Node]:

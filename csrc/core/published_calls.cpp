@@ -14,12 +14,13 @@ namespace {
 
 constexpr int64_t vote_ns = 2'000'000'000;  // for the calls of other ranks, once two ranks are in different calls
 
-}  // namespace
-
+// Epoch and tag of the last call that `rank` has published in `slot`; 0 without any, or where the rank is not attached yet.
 uint64_t published_stamp(Arena& arena, int rank, int slot) {
     const ControlBlock* block = arena.control(rank);
     return block ? block->calls[slot].stamp.load(std::memory_order_acquire) : 0;
 }
+
+}  // namespace
 
 std::pair<int, int> find_odd_one(Arena& arena, int peer, int slot) {
     const uint64_t own = published_stamp(arena, arena.rank(), slot), theirs = published_stamp(arena, peer, slot);

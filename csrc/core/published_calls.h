@@ -8,9 +8,6 @@
 
 namespace ub_overlap {
 
-// Epoch and tag of the last call that `rank` has published in `slot`; 0 without any, or where the rank is not attached yet.
-uint64_t published_stamp(Arena& arena, int rank, int slot);
-
 // The call of `peer` in `slot` is not that of this rank, and either may be at fault: the call of most ranks is the right one.
 // Ranks that have not published theirs get a moment to do so, where they decide it. Returns (culprit, a rank in the right
 // call). Throws CallFailed where a rank reports a failure meanwhile.

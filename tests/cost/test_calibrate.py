@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from tests.cost.machine import PLAIN
-from tests.gpu.launch import Finished, launch
+from tests.gpu.launch import Finished, launch, torchrun
 from tests.harness.programs import run_program
 from ub_overlap.compiler.cost import SiteShape, choose, load
 from ub_overlap.compiler.cost.fused_curves import FORMS
@@ -36,8 +36,7 @@ def calibrate(ranks: int, folder: Path, *arguments: str, hosts: str = "") -> Fin
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "ub_overlap", "calibrate", "--device", "cpu", "--quick"]
+    command = [*torchrun(2), "-m", "ub_overlap", "calibrate", "--device", "cpu", "--quick"]
     done = launch(command, PACE, {"UB_OVERLAP_CACHE_DIR": str(tmp_path)})
     assert done.code == 0, done.output
     (path,) = (tmp_path / "profiles").glob("*.json")

@@ -42,6 +42,11 @@ class Finished:
         return f"{self.command}: {ended} after {self.seconds:.0f} s"
 
 
+def torchrun(ranks: int) -> list[str]:
+    """Return the start of a command that runs a program on `ranks` ranks of this host."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
 def torchrun_command(
     module: str, ranks: int, arguments: Sequence[str] = (), python: Sequence[str] = (), all_output: bool = False
 ) -> list[str]:
@@ -49,10 +54,9 @@ def torchrun_command(
 
     `python`: the interpreter and its wrapper command, such as a sanitizer. `all_output`: of all ranks, else of rank 0.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     interpreter = ["--no-python", *(python or [sys.executable])]
     shown = [] if all_output else ["--local-ranks-filter", "0"]
-    return [*launcher, *shown, *interpreter, "-m", "pytest", *pytest_arguments(module, arguments)]
+    return [*torchrun(ranks), *shown, *interpreter, "-m", "pytest", *pytest_arguments(module, arguments)]
 
 
 def pytest_arguments(module: str, arguments: Sequence[str] = ()) -> list[str]:
