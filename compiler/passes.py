@@ -60,6 +60,7 @@ from .rewrite.rewrite_graph import rewrite
 from .rewrite.sibling_matmuls import pack_siblings
 from .select.decide import decide
 from .unmatched import report_unmatched
+from .windows.host_reads import issue_compute_first, read_together
 from .windows.pair_exchanges import pair_exchanges
 from .windows.widen import widen_windows
 
@@ -199,7 +200,8 @@ def _insert_config(graph: Graph, options: Options, policy: Policy, inputs: Graph
 
 
 def prepare_sites(graph: Graph, options: Options, parameters: Collection[Node] | None) -> None:
-    """Change a graph before its sites are found: drop waits and copies, pair exchanges, and widen narrow windows.
+    """Change a graph before its sites are found: drop waits and copies, pair exchanges, widen narrow windows, and read numbers
+    together.
 
     `parameters`: as in `Window.is_at_the_edge`.
     """
@@ -209,6 +211,8 @@ def prepare_sites(graph: Graph, options: Options, parameters: Collection[Node] |
     policy = Policy.of(options)
     pair_exchanges(graph, policy)
     widen_windows(graph, policy, parameters)
+    read_together(graph, policy)
+    issue_compute_first(graph, policy)
 
 
 class RewritePass(_Pass):

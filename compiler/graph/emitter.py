@@ -81,12 +81,12 @@ class Emitter:
             node.meta["val"] = target(*real_args, **real_kwargs)
         return node
 
-    def empty(self, shape: tuple[Size, ...], dtype: torch.dtype, like: Node) -> torch.Tensor | None:
-        """Return a fake contiguous tensor of static `shape` on the device of `like`; None if the shape is dynamic."""
+    def empty(self, shape: tuple[Size, ...], dtype: torch.dtype, at: Node | torch.device) -> torch.Tensor | None:
+        """Return a fake contiguous tensor of static `shape` on a device, or that of a node; None if the shape is dynamic."""
         if not all(isinstance(s, int) for s in shape):
             return None
         with self._mode:
-            return torch.empty(shape, dtype=dtype, device=like.meta["val"].device)
+            return torch.empty(shape, dtype=dtype, device=at.meta["val"].device if isinstance(at, Node) else at)
 
     def output_value(self, shape: tuple[Size, ...], old: Node) -> torch.Tensor | None:
         """Return the value of an op's output [rows, cols] that replaces `old`: old's own if it has that form."""

@@ -18,7 +18,7 @@ from ub_overlap import _torch_compat as compat
 from ..cost.site_sizes import Hints, hints_of
 from ..graph.aten import aten, c10d, dtype_of, shape_of
 from ..graph.sizes import evaluate_size, numel
-from ..match.all_to_all import split_args, split_nodes
+from ..match.all_to_all import host_reads_of, split_args, split_nodes
 from ..match.collectives import Collective, Op, find_collectives
 
 MAX_KEPT_BYTES = 64 << 10
@@ -35,23 +35,12 @@ def keep_exchange_sizes(graph: Graph) -> int:
     """Change a joint graph in place. Return how many numbers are saved, or computed from others."""
     exchanges = [c for c in find_collectives(graph) if c.op is Op.ALL_TO_ALL and c.wait is not None]
     hints = hints_of(graph)
-    kept = dict.fromkeys(read for c in exchanges for split in split_nodes(c) for read in _host_reads(split))
+    kept = dict.fromkeys(read for c in exchanges for split in split_nodes(c) for read in host_reads_of(split))
     kept |= dict.fromkeys(c.wait for c in exchanges if c.wait and _is_recomputed(c.node) and _are_counts(c, hints))
     saved = [node for node in kept if _is_recomputed(node)]
     for node in saved:
         node.meta["recompute"] = compat.CheckpointPolicy.MUST_SAVE
     return len(saved) + sum(_sum_splits(graph, c) for c in exchanges)
-
-
-def _host_reads(number: Node) -> list[Node]:
-    """Return the reads of the host that a number is computed from."""
-    todo, found = [number], dict[Node, None]()
-    while todo:
-        node = todo.pop()
-        if node not in found and isinstance(node.meta.get("val"), torch.SymInt):
-            found[node] = None
-            todo += node.all_input_nodes
-    return [node for node in found if node.target is aten._local_scalar_dense.default]
 
 
 def _is_recomputed(node: Node) -> bool:

@@ -14,7 +14,7 @@ from torch.fx import Node
 from ub_overlap.runtime.fp8.numerics import FLOAT8
 from ub_overlap.runtime.schedule.steps import MAX_AREAS_BYTES
 
-from ..graph.aten import dtype_of, shape_of
+from ..graph.aten import aten, dtype_of, shape_of
 from ..graph.matmul import FLOATS
 from ..graph.sizes import Size, as_size, numel
 from ..plan.reasons import Reason
@@ -44,6 +44,17 @@ def split_nodes(c: Collective) -> tuple[Node, ...]:
     """Return the nodes whose numbers an all_to_all needs to start, each once."""
     both = (s for splits in split_args(c) for s in splits)
     return tuple(dict.fromkeys(s for s in both if isinstance(s, Node)))
+
+
+def host_reads_of(number: Node) -> list[Node]:
+    """Return the reads of the host that a number is computed from."""
+    todo, found = [number], dict[Node, None]()
+    while todo:
+        node = todo.pop()
+        if node not in found and isinstance(node.meta.get("val"), torch.SymInt):
+            found[node] = None
+            todo += node.all_input_nodes
+    return [node for node in found if node.target is aten._local_scalar_dense.default]
 
 
 def split_sizes(splits: list[RowCount]) -> list[Size]:

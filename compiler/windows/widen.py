@@ -245,10 +245,10 @@ class _Order:
         delayed: set[Node] = set()
         for i in range(at - 1, max(last, at - REACH) - 1, -1):
             node = self.items[i]
-            if missing_us <= 0 or _is_barrier(node):
+            if missing_us <= 0 or is_barrier(node):
                 break
-            may_move = _may_move(node) or node in self.reductions
-            if may_move and all(u in delayed or position[u] > at for u in node.users):
+            can_move = may_move(node) or node in self.reductions
+            if can_move and all(u in delayed or position[u] > at for u in node.users):
                 delayed.add(node)
                 missing_us -= self._clock[node]
         return self._worthwhile(delayed, position)
@@ -258,10 +258,10 @@ class _Order:
         results = {window.collective.wait, *window.trail}
         advanced: set[Node] = set()
         for node in self.items[first : first + REACH]:
-            if missing_us <= 0 or _is_barrier(node):
+            if missing_us <= 0 or is_barrier(node):
                 break
-            inputs, may_move = node.all_input_nodes, _may_move(node) or node in self.gathers
-            if may_move and all(i in advanced or (position[i] < first and i not in results) for i in inputs):
+            inputs, can_move = node.all_input_nodes, may_move(node) or node in self.gathers
+            if can_move and all(i in advanced or (position[i] < first and i not in results) for i in inputs):
                 advanced.add(node)
                 missing_us -= self._clock[node]
         return self._worthwhile(self._with_time(advanced), position)
@@ -290,7 +290,8 @@ class _Order:
         self.items = [n for part in parts for n in part if part is nodes or n not in inside]
 
 
-def _may_move(node: Node) -> bool:
+def may_move(node: Node) -> bool:
+    """Return whether `node` may run at another place that its inputs and readers allow."""
     if node.op == "get_attr":
         return True
     if node.meta.get("unbacked_bindings"):  # the host reads a number there, and launches nothing until it is known
@@ -299,7 +300,7 @@ def _may_move(node: Node) -> bool:
     return is_plain and not is_mutable(node) and not is_random(node) and not node.is_impure()
 
 
-def _is_barrier(node: Node) -> bool:
+def is_barrier(node: Node) -> bool:
     """Return whether no node may pass `node`: it may write. Of higher-order ops those of attention are known to be pure."""
     if node.op in ("placeholder", "output") or is_mutable(node):
         return True

@@ -13,6 +13,7 @@
     fp8_cached_weight                                           float8 weights that outlive a call
     fp8_packed_casts                                            several of them as one matrix (packed_weight.py)
     fp8_layout_copy                                             a transposed copy that is not fused
+    start_host_read, finish_host_read                           numbers for the host, read while the device computes
 
 Every op that overlaps ends with (str strategy, str group, str site). C++ implements it (csrc/bindings/ops/).
 An op with a list among several results has a second form `<name>_flat`, which returns all of them in one list. Inductor's C++
@@ -57,6 +58,7 @@ from . import fp8_cached_weight as fp8_cached_weight
 from . import fp8_first_amax as fp8_first_amax
 from . import fp8_layout_copy as fp8_layout_copy
 from . import fp8_record_amax as fp8_record_amax
+from . import host_read as host_read
 from . import packed_weight as packed_weight
 from .definition import OpDefinition
 from .plain_collective import at_site

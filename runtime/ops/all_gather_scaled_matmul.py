@@ -69,7 +69,7 @@ def fake(a: AllGatherScaledMatmulArgs) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return empty results of the right sizes."""
     rows: Any = c10d.group_size(a.group) * c10d.leading_rows(a.shard)
     outs = []
-    for operand, dtype in zip(a.operands, compat.dtypes(a.out_dtypes), strict=True):
+    for operand, dtype in zip(a.operands, a.out_dtypes, strict=True):
         compat.check(operand.shape[0] == a.shard.shape[-1], lambda: "an operand does not fit the gathered matrix")
         outs.append(a.shard.new_empty((rows, operand.shape[1]), dtype=dtype))
     scale_sizes = (rows, 1) if a.return_gathered and a.has_row_scales else (0,)

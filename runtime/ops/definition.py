@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -9,6 +10,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+from ub_overlap import _torch_compat as compat
 
 LIBRARY = torch.library.Library("ub_overlap", "FRAGMENT")
 TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
@@ -49,12 +52,18 @@ class OpDefinition(Generic[Args]):
         flat = getattr(torch.ops.ub_overlap, f"{self.name}_flat", None)
         return None if flat is None else flat.default
 
+    def bind(self, *args: Any, **kwargs: Any) -> Args:
+        """Return the arguments of a call by name. Fakes of torch 2.11 get the elements of ScalarType[] as integers."""
+        bound: Any = self.arguments(*args, **kwargs)
+        dtype_lists = re.findall(r"ScalarType\[\] (\w+)", self.schema)
+        return bound._replace(**{name: compat.dtypes(getattr(bound, name)) for name in dtype_lists}) if dtype_lists else bound
+
     def register(self) -> None:
         """Define the op and its fake. The kernels register themselves when the extension is loaded."""
         LIBRARY.define(self.schema, tags=TAGS)
 
         def fake(*args: Any, **kwargs: Any) -> Any:
-            return self.fake(self.arguments(*args, **kwargs))
+            return self.fake(self.bind(*args, **kwargs))
 
         torch.library.register_fake(f"ub_overlap::{self.name}", fake, lib=LIBRARY)
         self._count_flops_of(self.name)

@@ -1,0 +1,238 @@
+"""Numbers that the host reads for exchanges: in one copy, while the device computes.
+
+    item(counts, 0), item(counts, 1), item(received, 0), item(received, 1)
+    rows = index(x, order)
+    all_to_all(rows, numbers)
+becomes
+    start_host_read(counts, received)
+    rows = index(x, order)
+    finish_host_read, four numbers
+    all_to_all(rows, numbers)
+
+Each number that is read alone lets the device idle until the host has read it and has issued more. What an exchange sends is
+often computed without its numbers: it is issued before the host waits. Numbers are read together up to the first tensor that
+needs one of them.
+
+Behind such an exchange the host has issued nothing yet. So of what runs in its window, matmuls come first: while they run, the
+host issues the many short kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch.fx import Graph, Node
+
+from ub_overlap.runtime.ops import host_read as host_read  # registers the ops
+
+from ..cost.policy import Policy
+from ..graph.aten import aten, c10d, dtype_of, is_mutable, shape_of, tensor_of
+from ..graph.compute import is_compute
+from ..graph.emitter import Emitter
+from ..match.all_to_all import host_reads_of, split_nodes
+from ..match.collectives import Collective, is_collective, read_collective
+from .widen import is_barrier, may_move
+
+MAX_NUMBERS = 4096
+"""Elements of a tensor that are copied to the host for one of them."""
+_INTEGERS = (torch.int32, torch.int64)
+_ASSERTS = (aten._assert_scalar.default, aten.sym_constrain_range_for_size.default)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """`node` reads element `index` of `source`, of one dim or none."""
+
+    node: Node
+    source: Node
+    index: int
+
+
+@dataclass(slots=True)
+class _Together:
+    """Reads of one copy. `numbers`: they and what is computed from them up to `first`, the first node that is no number."""
+
+    reads: list[_Read] = field(default_factory=list)
+    numbers: list[Node] = field(default_factory=list)
+    first: Node | None = None
+
+
+def read_together(graph: Graph, policy: Policy) -> int:
+    """Change a graph in place. Return how many numbers are read together with others, or while the device computes."""
+    exchanges = _find_exchanges(graph, policy)
+    wanted = {read for c in exchanges for split in split_nodes(c) for read in host_reads_of(split)}
+    if not wanted:
+        return 0
+    count = sum(_emit(graph, together, exchanges) for together in _find_together(graph, wanted))
+    for node in reversed([n for n in graph.nodes if n.target in (aten.select.int, aten._to_copy.default)] if count else []):
+        if not node.users:  # an element, or a copy on the host, that was read before
+            graph.erase_node(node)
+    return count
+
+
+def issue_compute_first(graph: Graph, policy: Policy) -> int:
+    """Move the matmuls in the windows of exchanges for which the host reads numbers to their front. Return how many moved."""
+    exchanges = [c for c in _find_exchanges(graph, policy) if any(map(host_reads_of, split_nodes(c)))]
+    return sum(map(_issue_compute_first, exchanges))
+
+
+def _find_exchanges(graph: Graph, policy: Policy) -> list[Collective]:
+    """Return all exchanges, none where no collective may be split."""
+    if not policy.may_split:
+        return []
+    nodes = graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default)
+    return [c for c in map(read_collective, nodes) if c.wait is not None and c.group is not None]
+
+
+def _find_together(graph: Graph, wanted: Collection[Node]) -> list[_Together]:
+    """Return the reads of `wanted` that can be made together, each in one set."""
+    found, this, numbers = list[_Together](), _Together(), set[Node]()
+
+    def close(first: Node) -> None:
+        nonlocal this, numbers
+        this.first = first
+        if this.reads:
+            found.append(this)
+        this, numbers = _Together(), set[Node]()
+
+    for node in graph.nodes:
+        read = _as_read(node) if node in wanted else None
+        if read is not None:
+            this.reads.append(read)
+        elif numbers.isdisjoint(node.all_input_nodes):
+            if is_mutable(node) and this.reads:  # it may write what is read
+                close(node)
+            continue
+        elif not _is_number(node):
+            close(node)
+            continue
+        this.numbers.append(node)
+        numbers.add(node)
+    return found
+
+
+def _is_number(node: Node) -> bool:
+    """Return whether `node` computes a number from numbers, or checks one."""
+    return node.target in _ASSERTS or isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool)
+
+
+def _as_read(node: Node) -> _Read | None:
+    """Return what a read of the host reads, if it is an element of a small tensor of integers."""
+    source, index = node.args[0], 0
+    assert isinstance(source, Node), node
+    if source.target is aten.select.int and len(shape_of(source.args[0])) == 1:  # type: ignore[arg-type]
+        source, _, index = source.args  # type: ignore[assignment]
+        assert isinstance(source, Node), node
+    source = _on_the_device(source)
+    shape = shape_of(source)
+    if len(shape) > 1 or not all(isinstance(size, int) and size <= MAX_NUMBERS for size in shape):
+        return None
+    if dtype_of(source) not in _INTEGERS or not isinstance(index, int):
+        return None
+    return _Read(node, source, index % shape[0] if shape else 0)  # type: ignore[arg-type]
+
+
+def _on_the_device(source: Node) -> Node:
+    """Return what `source` is a copy of on the host, else `source`."""
+    inner = source.args[0] if source.target is aten._to_copy.default else None
+    if not isinstance(inner, Node) or source.kwargs.get("device") != torch.device("cpu"):
+        return source
+    return inner if dtype_of(inner) == dtype_of(source) else source
+
+
+def _emit(graph: Graph, together: _Together, exchanges: Sequence[Collective]) -> int:
+    """Read the numbers in one copy. Return how many there are."""
+    position = {n: i for i, n in enumerate(graph.nodes)}
+    first = together.first
+    assert first is not None
+    sources = list(dict.fromkeys(read.source for read in together.reads))
+    after = _sent_before(first, together, exchanges, position)
+    if len(together.reads) == 1 and not after:
+        return 0
+    written = [i for n, i in position.items() if i < position[together.reads[0].node] and is_mutable(n)]
+    at = max([*map(position.__getitem__, sources), *written[-1:]])
+    begin = next(n for n in list(graph.nodes)[at + 1 :] if n.op != "placeholder")
+    ops = torch.ops.ub_overlap
+    with graph.inserting_before(begin):
+        e = Emitter(graph, sources[0], {})
+        offsets = [0, *accumulate(map(_numel, sources))]
+        read, element = (e.empty(shape, torch.int64, torch.device("cpu")) for shape in ((offsets[-1],), ()))
+        started = e.call(ops.start_host_read.default, sources, value_is=read)
+    with graph.inserting_before(first):
+        numbers = e.call(ops.finish_host_read.default, started, after, value_is=read)
+        for r in together.reads:
+            place = offsets[sources.index(r.source)] + r.index
+            r.node.args = (e.call(aten.select.int, numbers, 0, place, value_is=element),)
+    for node in together.numbers:
+        first.prepend(node)
+    for node in _only_for(after, position, at):
+        numbers.prepend(node)
+    return len(together.reads)
+
+
+def _only_for(sent: Sequence[Node], position: dict[Node, int], at: int) -> list[Node]:
+    """Return what computes `sent` and is read by nothing else in front of position `at`, in order: the device has it to do
+    while the host waits."""
+    found, todo = set[Node](), list(sent)
+    written = max((i for n, i in position.items() if i <= at and is_barrier(n)), default=-1)
+    while todo:
+        node = todo.pop()
+        users = (u for u in node.users if u not in found and u in position)
+        if node in found or not written < position[node] or not may_move(node) or any(position[u] <= at for u in users):
+            continue
+        found.add(node)
+        todo += node.all_input_nodes
+    return sorted(found, key=position.__getitem__)
+
+
+def _numel(source: Node) -> int:
+    value = tensor_of(source)
+    assert value is not None, source
+    return int(value.numel())
+
+
+def _sent_before(first: Node, together: _Together, exchanges: Sequence[Collective], position: dict[Node, int]) -> list[Node]:
+    """Return what the next exchange with these numbers sends, if that is computed in front of `first`."""
+    own = {read.node for read in together.reads}
+    for c in sorted(exchanges, key=lambda c: position[c.node]):
+        if own.isdisjoint(read for split in split_nodes(c) for read in host_reads_of(split)):
+            continue
+        return [c.input] if c.input.op == "call_function" and position[c.input] < position[first] else []
+    return []
+
+
+def _issue_compute_first(c: Collective) -> int:
+    """Move the matmuls of one window, and what feeds them there, behind the exchange. Return the number of matmuls."""
+    assert c.wait is not None
+    inside, results, node = list[Node](), {c.node}, c.node.next
+    while not is_barrier(node):
+        if not results.isdisjoint(node.all_input_nodes):
+            if node is not c.wait and not _is_number(node):  # the first reader
+                break
+            results.add(node)
+        inside.append(node)
+        node = node.next
+    members = set(inside)
+    chosen = set[Node]()
+    for matmul in filter(_is_matmul, inside):
+        needed, todo = set[Node](), [matmul]
+        while todo:
+            n = todo.pop()
+            if n in members and n not in needed:
+                needed.add(n)
+                todo += n.all_input_nodes
+        if needed.isdisjoint(results) and all(map(may_move, needed)):
+            chosen |= needed
+    last = c.node
+    for n in inside:
+        if n in chosen:
+            last.append(n)
+            last = n
+    return sum(map(_is_matmul, chosen))
+
+
+def _is_matmul(node: Node) -> bool:
+    return is_compute(node) and not is_collective(node)
