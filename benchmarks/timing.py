@@ -98,7 +98,7 @@ def spread(values: list[float]) -> float:
 
 
 def settle(call: Call, world: RankProcess, seconds: float = 0.2) -> None:
-    """Run `call` until the clocks are at the level of steady load."""
+    """Run `call` until the clocks are at the level of steady load. Ranks call it different numbers of times."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         for _ in range(4):

@@ -33,6 +33,7 @@ from .fp8.insert.insert_config import InsertConfig
 from .fp8.operand_layout import pin_operand_layouts
 from .fp8.recipe import recipe_of
 from .fp8.state.cached_weights import cast_neighbors, copy_returned_casts
+from .graph.arrange import note_places, restore_places
 from .graph.dtensor_sizes import sizes_by_placeholder
 from .graph.functional_copies import drop_copies
 from .graph.graph_inputs import GraphInputs
@@ -117,6 +118,9 @@ class JointPass(_Pass):
     """Decompose, merge and reorder collectives, read sorted rows, hoist float8 casts, and apply the memory budget."""
 
     def __call__(self, graph: Graph) -> None:
+        if any(map(is_planned, graph.nodes)):  # apply_passes has rewritten it; windows are placed
+            note_places(graph)  # Inductor reorders a graph of inference between the passes
+            return
         drop_repeated_waits(graph)
         reforms = self._may_reform
         merges = reforms and may_merge(graph)
@@ -225,6 +229,7 @@ class RewritePass(_Pass):
     def __call__(self, graph: Graph) -> None:
         host_groups.name_host_groups()
         if any(map(is_planned, graph.nodes)):  # apply_passes has rewritten it; windows are placed
+            restore_places(graph)
             if self.options.inner == "inductor":
                 compat.keep_order()
             return

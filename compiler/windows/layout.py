@@ -7,7 +7,6 @@ memory which it gives back.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from torch.fx import Graph, Node
 
 from ub_overlap.runtime.schedule.steps import Part
 
-from ..graph.arrange import arrange
+from ..graph.arrange import arrange, sort_by_keys
 from ..graph.aten import alias_base, is_mutable, node_arg, tensor_of
 from ..graph.emitter import SITE
 from ..match.window import Window
@@ -40,7 +39,7 @@ class GraphLayout:
 def apply_layout(graph: Graph, layout: GraphLayout, members: Mapping[str, Collection[Node]]) -> None:
     """Sort the rewritten graph. `members`: by site name the nodes that each site has replaced."""
     keys = _keys(graph, layout, members)
-    order = _sort(graph, keys)
+    order = sort_by_keys(graph, keys, _releases(list(graph.nodes)))
     placed = [keys[n] for n in order if n.meta.get(SITE) in layout.entries and _part(n) is not None]
     assert placed == sorted(placed), "the ops of split collectives are not in the order of the plan"
     first = next(iter(graph.nodes))
@@ -130,26 +129,3 @@ def _releases(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
                 if alias_base(user) is not None:
                     todo.append(user)
     return found
-
-
-def _sort(graph: Graph, keys: Mapping[Node, Key]) -> list[Node]:
-    """Return the nodes in the topological order that follows `keys`; equal keys in graph order."""
-    nodes = list(graph.nodes)
-    index = {n: i for i, n in enumerate(nodes)}
-    missing = {n: len(n.all_input_nodes) for n in nodes}
-    released = _releases(nodes)
-    for releases in released.values():
-        for release in releases:
-            missing[release] += 1
-    ready = [(keys[n], i) for n, i in index.items() if not missing[n]]
-    heapq.heapify(ready)
-    order: list[Node] = []
-    while ready:
-        _, i = heapq.heappop(ready)
-        order.append(nodes[i])
-        for user in (*nodes[i].users, *released.get(nodes[i], ())):
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (keys[user], index[user]))
-    assert len(order) == len(nodes), "a cycle in the rewritten graph"
-    return order

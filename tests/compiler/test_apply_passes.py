@@ -11,17 +11,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ub_overlap
 from tests.harness.ranks import RankPool
-from ub_overlap._torch_compat import FakeStore
+from ub_overlap._torch_compat import FakeStore, caches_off, compile_fx
 from ub_overlap.compiler.graph.emitter import Emitter
 from ub_overlap.compiler.graph.graph_inputs import GraphInputs
 from ub_overlap.compiler.graph.joint_graph import AUTOGRAD_BACKWARD, is_in_backward
+from ub_overlap.compiler.passes import RewritePass
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime.errors import OptionError
+from ub_overlap.runtime.session import transport
 
 RANKS = "tests.compiler.rank_apply_passes"
 FORCE = {"overlap": "force"}
@@ -145,6 +147,41 @@ def test_a_graph_is_rewritten_once(fake_group: None) -> None:
         ub_overlap.apply_passes(gm, inputs)
     with pytest.raises(OptionError, match="keeps its options"):
         ub_overlap.explain(gm, FORCE)
+
+
+def test_inductor_keeps_the_order(fake_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a graph of inference, Inductor moves nodes towards their readers between our two passes: starts to their finishes."""
+
+    def layers(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        for shard in (first, second):
+            x = torch.tanh(x @ funcol.all_gather_tensor(shard, 0, dist.group.WORLD))
+        return x
+
+    monkeypatch.setattr(transport, "unsupported_reason", lambda *_: None)
+    inputs = [torch.randn(8, 8), torch.randn(4, 8), torch.randn(4, 8)]
+    gm = make_fx(layers)(*inputs)
+    ub_overlap.apply_passes(gm, inputs, parameters=(1, 2), options=SPLIT)
+
+    def order(graph: Graph) -> list[str]:
+        calls = (n for n in graph.nodes if n.op == "call_function")
+        return [" ".join([str(n.target), *(a for a in n.args if isinstance(a, str))]) for n in calls]
+
+    seen: list[list[str]] = []
+    rewrite = RewritePass.__call__
+
+    def recording(self: RewritePass, graph: Graph) -> None:
+        seen.append(order(graph))
+        rewrite(self, graph)
+        seen.append(order(graph))
+
+    monkeypatch.setattr(RewritePass, "__call__", recording)
+    expected = order(gm.graph)
+    with caches_off(), torch.no_grad():
+        compile_fx(gm, inputs, config_patches=ub_overlap.passes())
+    moved, kept = seen
+    assert sum("start_collective" in name for name in expected) == 2
+    assert moved != expected and sorted(moved) == sorted(expected), "Inductor moves nothing here: the test shows nothing"
+    assert kept == expected
 
 
 def test_reduce_dtype_needs_marks_of_autograd(fake_group: None) -> None:
