@@ -19,7 +19,8 @@ host issues the many short kernels.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -29,11 +30,11 @@ from torch.fx import Graph, Node
 from ub_overlap.runtime.ops import host_read as host_read  # registers the ops
 
 from ..cost.policy import Policy
-from ..graph.aten import aten, c10d, dtype_of, is_mutable, shape_of, tensor_of
+from ..graph.aten import aten, c10d, dtype_of, is_mutable, node_arg, tensor_of
 from ..graph.compute import is_compute
 from ..graph.emitter import Emitter
 from ..match.all_to_all import host_reads_of, split_nodes
-from ..match.collectives import Collective, is_collective, read_collective
+from ..match.collectives import Collective, find_collectives, is_collective, read_collective
 from .widen import is_barrier, may_move
 
 MAX_NUMBERS = 4096
@@ -44,7 +45,7 @@ _ASSERTS = (aten._assert_scalar.default, aten.sym_constrain_range_for_size.defau
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """`node` reads element `index` of `source`, of one dim or none."""
+    """`node` reads an element of `source`: `index` of all its elements in a row."""
 
     node: Node
     source: Node
@@ -66,11 +67,7 @@ def read_together(graph: Graph, policy: Policy) -> int:
     wanted = {read for c in exchanges for split in split_nodes(c) for read in host_reads_of(split)}
     if not wanted:
         return 0
-    count = sum(_emit(graph, together, exchanges) for together in _find_together(graph, wanted))
-    for node in reversed([n for n in graph.nodes if n.target in (aten.select.int, aten._to_copy.default)] if count else []):
-        if not node.users:  # an element, or a copy on the host, that was read before
-            graph.erase_node(node)
-    return count
+    return sum(_emit(graph, together, exchanges) for together in _find_together(graph, wanted))
 
 
 def issue_compute_first(graph: Graph, policy: Policy) -> int:
@@ -101,6 +98,8 @@ def _find_together(graph: Graph, wanted: Collection[Node]) -> list[_Together]:
     for node in graph.nodes:
         read = _as_read(node) if node in wanted else None
         if read is not None:
+            if this.reads and _device(read.source) != _device(this.reads[0].source):
+                close(node)
             this.reads.append(read)
         elif numbers.isdisjoint(node.all_input_nodes):
             if is_mutable(node) and this.reads:  # it may write what is read
@@ -121,26 +120,42 @@ def _is_number(node: Node) -> bool:
 
 def _as_read(node: Node) -> _Read | None:
     """Return what a read of the host reads, if it is an element of a small tensor of integers."""
-    source, index = node.args[0], 0
-    assert isinstance(source, Node), node
-    if source.target is aten.select.int and len(shape_of(source.args[0])) == 1:  # type: ignore[arg-type]
-        source, _, index = source.args  # type: ignore[assignment]
-        assert isinstance(source, Node), node
-    source = _on_the_device(source)
-    shape = shape_of(source)
-    if len(shape) > 1 or not all(isinstance(size, int) and size <= MAX_NUMBERS for size in shape):
+    element, path = node_arg(node), list[tuple[int, object]]()
+    while element.target is aten.select.int:
+        path.append((element.args[1], element.args[2]))  # type: ignore[arg-type]
+        element = node_arg(element)
+    source = _on_the_device(element, node)
+    value = tensor_of(source)
+    if value is None or value.dtype not in _INTEGERS or source.target is torch.ops.ub_overlap.finish_host_read.default:
         return None
-    if dtype_of(source) not in _INTEGERS or not isinstance(index, int):
+    sizes = list(value.shape)
+    if not all(isinstance(size, int) for size in sizes) or math.prod(sizes) > MAX_NUMBERS:
         return None
-    return _Read(node, source, index % shape[0] if shape else 0)  # type: ignore[arg-type]
+    left, index = list(range(len(sizes))), 0
+    for dim, place in reversed(path):
+        if not isinstance(place, int):
+            return None
+        dim = left.pop(dim)
+        index += place % sizes[dim] * math.prod(sizes[dim + 1 :])
+    return _Read(node, source, index)
 
 
-def _on_the_device(source: Node) -> Node:
-    """Return what `source` is a copy of on the host, else `source`."""
+def _on_the_device(source: Node, read: Node) -> Node:
+    """Return what `source` is a copy of on the host, if nothing writes in front of `read`, else `source`."""
     inner = source.args[0] if source.target is aten._to_copy.default else None
     if not isinstance(inner, Node) or source.kwargs.get("device") != torch.device("cpu"):
         return source
+    node = source
+    while node is not read:
+        if is_mutable(node):
+            return source
+        node = node.next
     return inner if dtype_of(inner) == dtype_of(source) else source
+
+
+def _device(source: Node) -> torch.device | None:
+    value = tensor_of(source)
+    return None if value is None else value.device
 
 
 def _emit(graph: Graph, together: _Together, exchanges: Sequence[Collective]) -> int:
@@ -161,31 +176,48 @@ def _emit(graph: Graph, together: _Together, exchanges: Sequence[Collective]) ->
         offsets = [0, *accumulate(map(_numel, sources))]
         read, element = (e.empty(shape, torch.int64, torch.device("cpu")) for shape in ((offsets[-1],), ()))
         started = e.call(ops.start_host_read.default, sources, value_is=read)
+    moved = _only_for(after, sources, first, position)
     with graph.inserting_before(first):
         numbers = e.call(ops.finish_host_read.default, started, after, value_is=read)
         for r in together.reads:
-            place = offsets[sources.index(r.source)] + r.index
+            before, place = r.node.args[0], offsets[sources.index(r.source)] + r.index
             r.node.args = (e.call(aten.select.int, numbers, 0, place, value_is=element),)
+            while isinstance(before, Node) and before is not r.source and not before.users:
+                unread, before = before, before.args[0]
+                graph.erase_node(unread)
     for node in together.numbers:
         first.prepend(node)
-    for node in _only_for(after, position, at):
+    for node in moved:
         numbers.prepend(node)
     return len(together.reads)
 
 
-def _only_for(sent: Sequence[Node], position: dict[Node, int], at: int) -> list[Node]:
-    """Return what computes `sent` and is read by nothing else in front of position `at`, in order: the device has it to do
-    while the host waits."""
+def _only_for(sent: Sequence[Node], sources: Collection[Node], first: Node, position: Mapping[Node, int]) -> list[Node]:
+    """Return what computes `sent` and is read by nothing else in front of `first`, in order: the device has it to do while the
+    host waits. What hides another collective is not taken from it."""
+    hiding = _positions_in_windows(first.graph, position)
+    written = max((i for n, i in position.items() if i < position[first] and is_barrier(n)), default=-1)
     found, todo = set[Node](), list(sent)
-    written = max((i for n, i in position.items() if i <= at and is_barrier(n)), default=-1)
     while todo:
         node = todo.pop()
-        users = (u for u in node.users if u not in found and u in position)
-        if node in found or not written < position[node] or not may_move(node) or any(position[u] <= at for u in users):
+        place = position[node]
+        if node in found or node in sources or place <= written or place in hiding or not may_move(node):
+            continue
+        if any(position[u] < position[first] for u in node.users if u not in found):
             continue
         found.add(node)
         todo += node.all_input_nodes
     return sorted(found, key=position.__getitem__)
+
+
+def _positions_in_windows(graph: Graph, position: Mapping[Node, int]) -> set[int]:
+    """Return the positions between a collective and the first reader of its result."""
+    inside = set[int]()
+    for c in find_collectives(graph):
+        if c.wait is not None:
+            readers = [position[u] for u in c.wait.users if u in position]
+            inside.update(range(position[c.node] + 1, min(readers, default=position[c.wait])))
+    return inside
 
 
 def _numel(source: Node) -> int:
@@ -213,6 +245,8 @@ def _issue_compute_first(c: Collective) -> int:
             if node is not c.wait and not _is_number(node):  # the first reader
                 break
             results.add(node)
+        elif is_collective(node) or node.target is c10d.wait_tensor.default:  # it starts, or is waited for, where it was
+            break
         inside.append(node)
         node = node.next
     members = set(inside)

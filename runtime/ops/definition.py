@@ -85,10 +85,12 @@ class OpDefinition(Generic[Args]):
             register_flop_formula(getattr(torch.ops.ub_overlap, name), get_raw=True)(formula)
 
 
-def define_python_op(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None) -> None:
+def define_python_op(
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None, tags: Sequence[torch.Tag] = ()
+) -> None:
     """Define an op whose kernel is written in Python, for all devices. An op without a fake is not called from graphs."""
     name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,) if fake is not None else ())
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags) if fake is not None else tuple(tags))
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     if fake is not None:
         torch.library.register_fake(f"ub_overlap::{name}", fake, lib=LIBRARY)

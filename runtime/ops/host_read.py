@@ -15,28 +15,39 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..errors import UbOverlapError
 from .definition import define_python_op
 
-_copied: dict[int, torch.cuda.Event] = {}
-"""By address of the pinned memory: the end of the copy into it."""
+_copied: dict[int, torch.cuda.Event | None] = {}
+"""By address of the memory on the host: the end of the copy into it, None where it has ended."""
+_TAGS = tuple(tag for name in ("cudagraph_unsafe",) if (tag := getattr(torch.Tag, name, None)) is not None)
+"""A replay of a CUDA graph would not run the code that keeps the event."""
 
 
 def start_host_read(sources: Sequence[Tensor]) -> Tensor:
     """Begin to copy all elements of `sources`, which are on one device, to the host."""
-    is_cuda = sources[0].is_cuda
-    sizes = [source.numel() for source in sources]
-    read = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=is_cuda)
-    for part, source in zip(read.split(sizes), sources, strict=True):
-        part.copy_(source.reshape(-1), non_blocking=is_cuda)
-    if is_cuda:
-        _copied[read.data_ptr()] = end = torch.cuda.Event()
-        end.record(torch.cuda.current_stream(sources[0].device))
+    joined = torch.cat([source.reshape(-1).to(torch.int64) for source in sources])
+    if not joined.is_cuda:
+        _copied[joined.data_ptr()] = None
+        return joined
+    read = torch.empty(joined.shape, dtype=torch.int64, pin_memory=True)
+    read.copy_(joined, non_blocking=True)
+    _copied[read.data_ptr()] = end = torch.cuda.Event()
+    end.record(torch.cuda.current_stream(joined.device))
     return read
 
 
 def finish_host_read(read: Tensor, _after: Sequence[Tensor]) -> Tensor:
-    """Wait for the copy that a start has begun, and return the numbers."""
-    if end := _copied.pop(read.data_ptr(), None):
+    """Wait for the copy that a start has begun, and return the numbers. UbOverlapError without one."""
+    if read.data_ptr() not in _copied:
+        raise UbOverlapError(
+            "finish_host_read got a tensor that no start_host_read has returned, or finished it before",
+            where="ub_overlap::finish_host_read",
+            got=f"{list(read.shape)} on {read.device}",
+            expected="the result of start_host_read, once",
+            fix="report this: the graph that calls it was changed, or captured in a CUDA graph",
+        )
+    if end := _copied.pop(read.data_ptr()):
         end.synchronize()
     return read.clone()
 
@@ -49,5 +60,5 @@ def _fake_finish(read: Tensor, _after: Sequence[Tensor]) -> Tensor:
     return torch.empty_like(read)
 
 
-define_python_op("start_host_read(Tensor[] sources) -> Tensor", start_host_read, _fake_start)
-define_python_op("finish_host_read(Tensor read, Tensor[] after) -> Tensor", finish_host_read, _fake_finish)
+define_python_op("start_host_read(Tensor[] sources) -> Tensor", start_host_read, _fake_start, _TAGS)
+define_python_op("finish_host_read(Tensor read, Tensor[] after) -> Tensor", finish_host_read, _fake_finish, _TAGS)
