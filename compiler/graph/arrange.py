@@ -14,7 +14,10 @@ _PLACE = "ub_overlap_place"
 
 
 def arrange(nodes: Sequence[Node]) -> None:
-    """Put all nodes of a graph in this order. The first one stays the first."""
+    """Put all nodes of a graph in this order."""
+    first = next(iter(nodes[0].graph.nodes))
+    if nodes[0] is not first:
+        first.prepend(nodes[0])
     for before, node in pairwise(nodes):
         before.append(node)
 
@@ -61,8 +64,4 @@ def restore_places(graph: Graph) -> None:
     for node in graph.nodes:
         after_inputs = max((keys[i] for i in node.all_input_nodes), default=-1)
         keys[node] = node.meta.get(_PLACE, after_inputs)
-    order = sort_by_keys(graph, keys)
-    first = next(iter(graph.nodes))
-    if order[0] is not first:
-        first.prepend(order[0])
-    arrange(order)
+    arrange(sort_by_keys(graph, keys))

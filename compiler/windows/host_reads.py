@@ -30,9 +30,10 @@ from torch.fx import Graph, Node
 from ub_overlap.runtime.ops import host_read as host_read  # registers the ops
 
 from ..cost.policy import Policy
-from ..graph.aten import aten, c10d, dtype_of, is_mutable, node_arg, tensor_of
+from ..graph.aten import aten, c10d, dtype_of, is_mutable, node_arg, shape_of, tensor_of
 from ..graph.compute import is_compute
 from ..graph.emitter import Emitter
+from ..graph.sizes import numel
 from ..match.all_to_all import host_reads_of, split_nodes
 from ..match.collectives import Collective, find_collectives, is_collective, read_collective
 from .widen import is_barrier, may_move
@@ -173,7 +174,7 @@ def _emit(graph: Graph, together: _Together, exchanges: Sequence[Collective]) ->
     ops = torch.ops.ub_overlap
     with graph.inserting_before(begin):
         e = Emitter(graph, sources[0], {})
-        offsets = [0, *accumulate(map(_numel, sources))]
+        offsets = [0, *accumulate(int(numel(shape_of(source))) for source in sources)]
         read, element = (e.empty(shape, torch.int64, torch.device("cpu")) for shape in ((offsets[-1],), ()))
         started = e.call(ops.start_host_read.default, sources, value_is=read)
     moved = _only_for(after, sources, first, position)
@@ -218,12 +219,6 @@ def _positions_in_windows(graph: Graph, position: Mapping[Node, int]) -> set[int
             readers = [position[u] for u in c.wait.users if u in position]
             inside.update(range(position[c.node] + 1, min(readers, default=position[c.wait])))
     return inside
-
-
-def _numel(source: Node) -> int:
-    value = tensor_of(source)
-    assert value is not None, source
-    return int(value.numel())
 
 
 def _sent_before(first: Node, together: _Together, exchanges: Sequence[Collective], position: dict[Node, int]) -> list[Node]:

@@ -42,9 +42,6 @@ def apply_layout(graph: Graph, layout: GraphLayout, members: Mapping[str, Collec
     order = sort_by_keys(graph, keys, _releases(list(graph.nodes)))
     placed = [keys[n] for n in order if n.meta.get(SITE) in layout.entries and _part(n) is not None]
     assert placed == sorted(placed), "the ops of split collectives are not in the order of the plan"
-    first = next(iter(graph.nodes))
-    if order[0] is not first:
-        first.prepend(order[0])
     arrange(order)
     finishes = {n for n in order if n.meta.get(SITE) in layout.inner and _part(n) is Part.FINISH}
     if finishes or any(_part(n) is Part.RELEASE for n in order):

@@ -20,7 +20,7 @@ from .definition import define_python_op
 
 _copied: dict[int, torch.cuda.Event | None] = {}
 """By address of the memory on the host: the end of the copy into it, None where it has ended."""
-_TAGS = tuple(tag for name in ("cudagraph_unsafe",) if (tag := getattr(torch.Tag, name, None)) is not None)
+_TAGS = (torch.Tag.cudagraph_unsafe,)
 """A replay of a CUDA graph would not run the code that keeps the event."""
 
 
