@@ -38,7 +38,7 @@ _OURS = {
         r"\b(\w*cast|cast_both|\w*amax\w*|checksum|round|\w*quantize\w*|advance|raise)_kernel"
     ),  # and histories
     "transposed copies": re.compile(r"\btranspose_kernel"),
-    "local copies": re.compile(r"\b\w*copy_kernel"),
+    "local copies": re.compile(r"\b(\w*copy|order)_kernel"),
 }
 """Kernels of ub_overlap by class; the first match counts."""
 _OTHERS = {
@@ -51,6 +51,8 @@ CLASSES = (
     OWN_MATMULS, MATMULS, "attention", "Inductor's kernels", "ATen's kernels", "sums", "local copies", "casts",
     "transposed copies", "other kernels of ours", FLAGS, WAITS, COPIES, NCCL, PUSHES, "memsets", GAPS, OTHER,
 )  # fmt: skip
+_COMMUNICATION = ("sums", "local copies", FLAGS, WAITS, NCCL, PUSHES)
+"""Classes of communication that nothing hides."""
 _MARK = re.compile(r"\bspin_kernel\b")
 _BEHIND_COMPUTE = {FLAGS: 1, WAITS: 1, "memsets": 2, COPIES: 2, NCCL: 3, PUSHES: 4}
 """Rank of the classes that count only where no class of a lower rank runs; all others have rank 0."""
@@ -219,6 +221,11 @@ def compare(steps: dict[str, StepTimes], measured_ms: dict[str, float], base: st
     return document
 
 
+def communication_us(entry: dict[str, Any]) -> float:
+    """Return the exposed communication of a variant of a waterfall, in microseconds: also of sums, and of copies of what landed."""
+    return float(sum(entry["classes"].get(kind, 0.0) for kind in _COMMUNICATION))
+
+
 def named_share(whole: float, named: float) -> float | None:
     """Return the share of a difference that is named, None where there is none. Naming too much counts as an error."""
     return 1.0 - abs(whole - named) / abs(whole) if whole else None
@@ -240,6 +247,8 @@ def text(waterfall: dict[str, Any], style: str = "simple", kernels: int = 12) ->
     for kind in CLASSES:
         if any(v["classes"].get(kind) for v in variants.values()):
             rows.append(_row(kind, variants, others, {n: v["classes"].get(kind, 0.0) for n, v in variants.items()}, base))
+    us = {name: communication_us(entry) for name, entry in variants.items()}
+    rows.append(_row("of these, exposed communication", variants, others, us, base))
     rows.append(_row("step, profiled", variants, others, {n: v["profiled_us"] for n, v in variants.items()}, base))
     if all("measured_us" in v for v in variants.values()):
         rows.append(_row("step, not profiled", variants, others, {n: v["measured_us"] for n, v in variants.items()}, base))

@@ -12,6 +12,7 @@ import torch
 from benchmarks.expert_parallel.model import make_routes
 from benchmarks.expert_parallel.table import text
 from benchmarks.parallel.table import predicted_columns
+from benchmarks.waterfall import StepTimes, compare
 from tests.test_benchmarks import FACTS, on_cpu_ranks, printed
 
 
@@ -45,17 +46,25 @@ def test_checkpointed_layers(tmp_path: Path) -> None:
     assert "2 experts a rank, balanced, checkpointed" in text({"rows": [row]})
 
 
-def test_predictions_next_to_measured_times() -> None:
-    """A step that takes 3 ms less than Inductor's was predicted to save 2.5 ms, and to expose half a millisecond."""
-    predicted = {"exposed_ms": 0.5, "saved_ms": 2.5, "unknown": 1}
-    steps = {"compute": 10.0, "inductor": 14.0, "ours": 11.0}
-    variants: dict[str, Any] = {name: {"step": ms, "why": {}} for name, ms in steps.items()}
-    variants["ours"]["predicted"] = predicted
-    assert predicted_columns(variants, "ours", "inductor") == {"exposed ms": "0.50", "saves ms": "3.00", "saved ms": "2.50"}
-    assert set(predicted_columns(variants, "inductor", "inductor").values()) == {"-"}
-    row = {"size": "16b", "layers": 2, "tokens": 64, "own": 2, "routing": "balanced", "variants": variants}
+def test_predictions_next_to_profiled_times() -> None:
+    """A step exposes 0.4 ms of copies and 0.2 of waits, and hides 2.4 ms of what Inductor exposes. Gaps are no communication."""
+    classes = {
+        "compute": {"other matmuls": 9000.0},
+        "inductor": {"other matmuls": 9000.0, "NCCL, exposed": 3000.0, "gaps": 500.0},
+        "ours": {"other matmuls": 9000.0, "local copies": 400.0, "waits": 200.0, "gaps": 700.0},
+    }
+    steps = {name: StepTimes(sum(times.values()), times) for name, times in classes.items()}
+    variants: dict[str, Any] = {name: {"step": step.total_us / 1e3, "why": {}} for name, step in steps.items()}
+    variants["ours"]["predicted"] = {"exposed_ms": 0.5, "saved_ms": 2.5, "unknown": 1}
+    row: dict[str, Any] = {"size": "16b", "layers": 2, "tokens": 64, "own": 2, "routing": "balanced", "variants": variants}
+    predicted = {"exposed": "-", "exposed predicted": "0.50", "hides": "-", "hides predicted": "2.50"}
+    assert predicted_columns(row, "ours", "inductor") == predicted
+    row["waterfall"] = compare(steps, {})
+    assert predicted_columns(row, "ours", "inductor") == {**predicted, "exposed": "0.60", "hides": "2.40"}
+    theirs = {"exposed": "3.00", "exposed predicted": "-", "hides": "-", "hides predicted": "-"}
+    assert predicted_columns(row, "inductor", "inductor") == theirs
     shown = text({"rows": [row]})
-    assert "over compute, predicted" in shown and "ours: no prediction of 1 collectives" in shown
+    assert "exposed, profiled" in shown and "ours: no prediction of 1 collectives" in shown
 
 
 @pytest.mark.parametrize("routing", ["balanced", "skewed"])

@@ -154,6 +154,7 @@ def test_classes_of_kernels() -> None:
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>(int)": "ATen's kernels",
         f"{OURS}signal_kernel(ub_overlap::cuda::Group)": waterfall.FLAGS,
         f"{OURS}copy_kernel(char const*, long, char*)": "local copies",
+        f"{OURS}order_kernel<uint4>(Pieces, long, long, long const*, char*)": "local copies",
         f"{OURS}reduce_scaled_kernel<__nv_bfloat16>(Sources)": "sums",
         f"{OURS}checksum_kernel<__nv_bfloat16>(Weight)": "casts",
         f"{OURS}round_kernel<__nv_bfloat16>(char const*)": "casts",

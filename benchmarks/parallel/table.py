@@ -8,6 +8,8 @@ from typing import Any
 
 from ub_overlap.compiler.text.table import render_table
 
+from ..waterfall import communication_us
+
 KINDS = {"step": "fwd + bwd", "forward": "fwd", "step_g": "fwd + bwd (g)", "forward_g": "fwd (g)"}
 COMPUTE = "compute"
 
@@ -20,13 +22,22 @@ def hidden(variants: dict[str, Any], name: str, kind: str, baseline: str) -> flo
     return (theirs - own) / (theirs - alone)
 
 
-def predicted_columns(variants: dict[str, Any], name: str, baseline: str) -> dict[str, str]:
-    """Return what a step was predicted to expose and to save, and what it saves against the baseline, in milliseconds."""
-    predicted = variants[name].get("predicted", {})
-    theirs, own = variants.get(baseline, {}).get("step"), variants[name].get("step")
-    saved = theirs - own if theirs and own and predicted else None
-    columns = {"exposed": predicted.get("exposed_ms"), "saves": saved, "saved": predicted.get("saved_ms")}
-    return {f"{key} ms": "-" if ms is None else f"{ms:.2f}" for key, ms in columns.items()}
+def predicted_columns(row: dict[str, Any], name: str, baseline: str) -> dict[str, str]:
+    """Return the milliseconds of communication that a profiled step exposes, and hides of the baseline's, and the predicted ones.
+
+    A baseline without predictions is predicted to expose what the variant exposes and hides.
+    """
+    predicted = row["variants"][name].get("predicted", {})
+    profiled = {n: communication_us(entry) for n, entry in row.get("waterfall", {}).get("variants", {}).items()}
+    theirs, own = profiled.get(baseline), profiled.get(name)
+    hides = (theirs - own) / 1e3 if predicted and theirs is not None and own is not None else None
+    columns = {
+        "exposed": None if own is None else own / 1e3,
+        "exposed predicted": predicted.get("exposed_ms"),
+        "hides": hides,
+        "hides predicted": predicted.get("saved_ms"),
+    }
+    return {key: "-" if ms is None else f"{ms:.2f}" for key, ms in columns.items()}
 
 
 def row_text(
@@ -54,7 +65,7 @@ def row_text(
             line[f"over compute {kind}"] = f"{ms - alone:.2f}" if ms and alone and name != COMPUTE else "-"
             line[f"hidden {kind}"] = "-" if share is None else f"{100 * share:.0f}%"
         if has_predictions and any(one.get("predicted") for one in variants.values()):
-            line |= predicted_columns(variants, name, baseline_of(name))
+            line |= predicted_columns(row, name, baseline_of(name))
         line["peak MiB"] = f"{v['peak_mib']:.0f}" if v.get("peak_mib") else "-"
         if any(one.get("arena_mib") for one in variants.values()):
             line["landing MiB so far"] = f"{v.get('arena_mib', 0):.0f}"
@@ -63,7 +74,8 @@ def row_text(
         lines.append(line)
     titles = {f"over compute {kind}": "over compute" for kind in kinds}
     titles |= {f"hidden {kind}": f"of {what}'s hidden" for kind in kinds}
-    titles |= {"exposed ms": "over compute, predicted", "saves ms": f"saved of {what}'s", "saved ms": "saved, predicted"}
+    titles |= {"exposed": "exposed, profiled", "exposed predicted": "predicted"}
+    titles |= {"hides": f"{what}'s hidden, profiled", "hides predicted": "predicted"}
     notes = [
         f"{name}: no prediction of {v['predicted']['unknown']} collectives"
         for name, v in variants.items() if has_predictions and v.get("predicted", {}).get("unknown")

@@ -20,6 +20,7 @@ from ..windows.layout import GraphLayout, apply_layout
 from .bulk_site import rewrite_bulk
 from .fused_site import rewrite_fused
 from .gather_site import rewrite_gather
+from .ordered_rows import read_in_order
 from .packed_operands import PackedOperands
 from .part_strides import Outputs, update_strides
 from .reduction_site import rewrite_reduction
@@ -46,6 +47,7 @@ def rewrite(
         compat.stable_topological_sort(graph)
     else:
         apply_layout(graph, layout, {str(site.id): site.site.members for site in chosen})
+    read_in_order(graph)
     update_strides(graph, packed.parts, outputs)
     graph.lint()
 

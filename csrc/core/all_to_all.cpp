@@ -58,11 +58,29 @@ Move Call::piece_move(const Step& step, int64_t round) const {
     const auto at = [&](const Region& region) -> Span {
         char* data = nullptr;
         if (region.buf == Buf::input) data = input + sent_begin[region.shard] * inner + skip;
-        if (region.buf == Buf::output) data = output + received_begin[region.shard] * inner + skip;
-        if (region.buf == Buf::landing) data = landing(region.rank) + (one_area ? 0 : region.shard * area_bytes);
+        if (region.buf == Buf::output) data = (order ? unordered : output) + received_begin[region.shard] * inner + skip;
+        if (region.buf == Buf::landing) data = area_of(region.rank, region.shard);
         return {data, 1, 0, bytes};
     };
     return {at(step.reads[0]), at(step.writes[0])};
+}
+
+char* Call::area_of(int owner, int source) const {
+    return landing(owner) + (one_area ? 0 : source * area_bytes);
+}
+
+OrderedRows Call::rows_in_order() const {
+    OrderedRows all{{}, received_begin[ranks], inner, order, ordered_rows, output};
+    if (unordered) {
+        all.pieces.push_back({0, unordered});
+        return all;
+    }
+    for (int source = 0; source < ranks; ++source) {
+        if (rows_of({source, false}) == 0) continue;
+        const char* data = source == rank ? input + sent_begin[rank] * inner : area_of(rank, source);
+        all.pieces.push_back({received_begin[source], data});
+    }
+    return all;
 }
 
 }  // namespace ub_overlap

@@ -51,7 +51,7 @@ int64_t Call::landing2_bytes() const {
 }
 
 int64_t Call::output_bytes() const {
-    if (is_all_to_all()) return received_begin[ranks] * inner;
+    if (is_all_to_all()) return (order ? ordered_rows : received_begin[ranks]) * inner;
     return outer * (collective == Collective::scatter ? rows(rank) : total_rows()) * inner * size_of(out_type);
 }
 
@@ -81,6 +81,7 @@ void Call::set_arena(Arena* of) {
 
 void Call::set_outputs(const Call& from) {
     output = from.output;
+    order = from.order, ordered_rows = from.ordered_rows, unordered = from.unordered;
     for (size_t i = 0; i < coalesced.size(); ++i) coalesced[i].output = from.coalesced[i].output;
 }
 
@@ -142,7 +143,11 @@ Span Call::table(const Region& r) const {
 }
 
 std::vector<Move> Call::moves(const Step& step, int64_t round) const {
-    if (is_all_to_all()) return {piece_move(step, round)};
+    if (is_all_to_all()) {
+        // Rows in another order are read where they have landed, if they stay there: `rows_in_order`.
+        if (order && !unordered && step.writes[0].buf == Buf::output) return {};
+        return {piece_move(step, round)};
+    }
     const Region &src = step.reads[0], &dst = step.writes[0];
     const bool rounded = narrow_wire && src.buf == Buf::partial;
     std::vector<Move> all{{rounded ? lay(src, wire, inner * size_of(wire_float8)) : span(src), span(dst)}};

@@ -75,6 +75,20 @@ struct Rounding {
     Span from, to, scales;
 };
 
+// Received rows of an all_to_all, numbered in rank order, and which of them a result has. Row r lies `row_bytes` * (r - first)
+// bytes behind the data of the last piece whose first row is not behind it.
+struct OrderedRows {
+    struct Piece {
+        int64_t first;
+        const char* data;
+    };
+    std::vector<Piece> pieces;
+    int64_t received, row_bytes;
+    const int64_t* order;  // the number of each row of the result; one below zero counts from the end
+    int64_t rows;          // of the result
+    char* result;
+};
+
 constexpr int64_t scale_block = 128;  // elements of a row that share a scale on a float8 wire
 constexpr DType wire_float8 = DType::e4m3;
 
@@ -127,6 +141,11 @@ struct Call {
     std::vector<int64_t> sent_begin, received_begin;
     int64_t area_bytes = 0;
     bool one_area = false;
+    // Of a finish whose OUTPUT has the received rows in another order: the number of each, in the memory of the tensors. They
+    // are read where they have landed; where pieces have several rounds, from `unordered`, in rank order.
+    const int64_t* order = nullptr;
+    int64_t ordered_rows = 0;
+    char* unordered = nullptr;
 
     // The further tensors of a coalesced collective, a split collective of several tensors. Each is a call with sizes and
     // buffers of its own, whose landing memory begins `landing_offset` bytes behind the slot's. A step that copies or sums
@@ -171,6 +190,8 @@ struct Call {
     bool has_round(const Step& step, int64_t round) const;
     // Bytes of the largest piece that this rank sends to a peer, or receives.
     int64_t largest_piece() const;
+    // The rows that the finish of an all_to_all with an order puts into OUTPUT, once all have arrived.
+    OrderedRows rows_in_order() const;
     // The tag that a word of this call holds. READY of an all_to_all also stands for the rows of the piece.
     uint32_t word_tag(const FlagId& flag) const;
     // The index of a word. All rounds of an all_to_all share a word: the rank that waits for it clears it.
@@ -202,6 +223,8 @@ struct Call {
     int64_t rows_of(const Piece& piece) const;
     int64_t rounds_of(const Piece& piece) const;
     Move piece_move(const Step& step, int64_t round) const;
+    // The landing memory of `owner` for the piece from `source`.
+    char* area_of(int owner, int source) const;
     char* landing(int rank) const;
     Span lay(const Region& region, char* base, int64_t row_bytes) const;
     Span table(const Region& region) const;

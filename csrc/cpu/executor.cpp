@@ -61,7 +61,9 @@ class Run final : public OpenWork {
     }
     std::vector<StepTime> finish() {
         start_copies(program_.finish_begin, program_.release_begin);
-        return compute(program_.finish_begin, program_.release_begin);
+        std::vector<StepTime> times = compute(program_.finish_begin, program_.release_begin);
+        put_in_order();
+        return times;
     }
     std::vector<StepTime> release() { return compute(program_.release_begin, steps()); }
 
@@ -154,6 +156,7 @@ class Run final : public OpenWork {
                 return bytes;
             }
             case StepKind::signal:
+                if (step.flag.kind == FlagKind::done) put_in_order();
                 call_.arena->flag(step.flag.rank, step.flag.kind, call_.slot(), step.flag.source, call_.word_index(step.flag))
                     .store(flag_value(call_.epoch, call_.word_tag(step.flag)), std::memory_order_release);
                 return 0;
@@ -181,6 +184,13 @@ class Run final : public OpenWork {
                 return 0;
         }
         return 0;
+    }
+
+    // Puts the rows of an all_to_all into the order that its finish asks for: before peers hear that landing memory was read.
+    void put_in_order() {
+        if (!call_.order || in_order_) return;
+        in_order_ = true;
+        order_rows(call_.rows_in_order());
     }
 
     // What another thread of this call does; its own waits have deadlines, so this one needs none.
@@ -238,6 +248,7 @@ class Run final : public OpenWork {
     std::unique_ptr<std::atomic<uint8_t>[]> begun_, events_;
     std::vector<StepTime> times_;
     std::atomic<bool> stop_{false};
+    bool in_order_ = false;  // the rows of an all_to_all with an order are in OUTPUT
     std::mutex error_mutex_;
     std::exception_ptr error_;
     std::vector<std::pair<int, int>> latches_;  // (step number of a matmul, step number of a copy)

@@ -175,6 +175,18 @@ void copy_spans(const Span& src, const Span& dst) {
     }
 }
 
+void order_rows(const OrderedRows& rows) {
+    for (int64_t i = 0; i < rows.rows; ++i) {
+        const int64_t row = rows.order[i] < 0 ? rows.order[i] + rows.received : rows.order[i];
+        const auto behind =
+            std::upper_bound(rows.pieces.begin(), rows.pieces.end(), row,
+                             [](int64_t number, const OrderedRows::Piece& piece) { return number < piece.first; });
+        const OrderedRows::Piece& piece = *(behind - 1);
+        std::memcpy(rows.result + i * rows.row_bytes, piece.data + (row - piece.first) * rows.row_bytes,
+                    static_cast<size_t>(rows.row_bytes));
+    }
+}
+
 void reduce_spans(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor) {
     float sum[tile];
     const int64_t count = dst.bytes / size_of(dst_type);

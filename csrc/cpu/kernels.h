@@ -9,6 +9,9 @@ namespace ub_overlap {
 
 void copy_spans(const Span& src, const Span& dst);
 
+// Copies rows that have arrived to their places in the result. Every number is that of a row.
+void order_rows(const OrderedRows& rows);
+
 // dst = sources[0] + sources[1] + ..., in that order, in fp32, divided by `divisor`, rounded once.
 void reduce_spans(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor);
 

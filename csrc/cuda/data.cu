@@ -30,6 +30,28 @@ __global__ void __launch_bounds__(threads)
     reinterpret_cast<Vec*>(dst + block * dst_stride)[at] = load_vector<Vec>(src + block * src_stride, at);
 }
 
+struct Pieces {
+    int32_t count;
+    int64_t first[max_ranks];
+    const char* data[max_ranks];
+};
+
+// `positions`: of a block for each row of the result.
+template <typename Vec>
+__global__ void __launch_bounds__(threads) order_kernel(Pieces pieces, int64_t received, int64_t row_bytes,
+                                                        const int64_t* order, char* dst, BlockPositions positions) {
+    const int64_t item = blockIdx.x * int64_t{threads} + threadIdx.x;
+    if (item >= positions.total) return;
+    const int64_t block = positions.block(item);
+    int64_t row = order[block];
+    if (row < 0) row += received;
+    if (row < 0 || row >= received) __trap();  // as torch's index ends the context for a number that no row has
+    int32_t piece = 0;
+    while (piece + 1 < pieces.count && row >= pieces.first[piece + 1]) ++piece;
+    const char* data = pieces.data[piece] + (row - pieces.first[piece]) * row_bytes;
+    reinterpret_cast<Vec*>(dst)[item] = load_vector<Vec>(data, positions.within(item));
+}
+
 struct Sources {
     int32_t count;
     const char* data[max_ranks];
@@ -163,11 +185,41 @@ void copy_vectors(const Span& src, const Span& dst, cudaStream_t stream) {
     });
 }
 
+template <typename Vec>
+void order_vectors(const OrderedRows& rows, const Pieces& pieces, cudaStream_t stream) {
+    const int64_t per_row = rows.row_bytes / static_cast<int64_t>(sizeof(Vec));
+    for_numbered_blocks(rows.rows, per_row, [&](int64_t first, int64_t blocks) {
+        const BlockPositions positions(blocks, per_row);
+        launch(&order_kernel<Vec>, grid_of(positions.total), threads, stream, "launch a copy of rows in an order", pieces,
+               rows.received, rows.row_bytes, rows.order + first, rows.result + first * rows.row_bytes, positions);
+    });
+}
+
+// Calls `body` with the widest vector whose size divides `bits`, the bits of addresses and sizes.
+template <typename Body>
+void with_vector(uint64_t bits, Body body) {
+    if (bits % 16 == 0) {
+        body(uint4{});
+    } else if (bits % 8 == 0) {
+        body(uint2{});
+    } else if (bits % 4 == 0) {
+        body(uint32_t{});
+    } else if (bits % 2 == 0) {
+        body(uint16_t{});
+    } else {
+        body(uint8_t{});
+    }
+}
+
+template <typename Vec>
+void load_copies() {
+    load(&copy_kernel<Vec>, threads), load(&order_kernel<Vec>, threads);
+}
+
 }  // namespace
 
 void preload_data() {
-    load(&copy_kernel<uint4>, threads), load(&copy_kernel<uint2>, threads), load(&copy_kernel<uint32_t>, threads);
-    load(&copy_kernel<uint16_t>, threads), load(&copy_kernel<uint8_t>, threads);
+    load_copies<uint4>(), load_copies<uint2>(), load_copies<uint32_t>(), load_copies<uint16_t>(), load_copies<uint8_t>();
     for (DType from : {DType::f32, DType::bf16, DType::f16}) {
         for (DType to : {DType::f32, DType::bf16, DType::f16}) {
             with_type(from, [&](auto s) { with_type(to, [&](auto d) { load_reduce<decltype(s), decltype(d)>(); }); });
@@ -180,17 +232,18 @@ void launch_copy(const Span& from, const Span& to, cudaStream_t stream) {
     if (src.bytes == 0 || src.blocks == 0) return;
     if (merge_blocks(src).blocks == 1 && merge_blocks(dst).blocks == 1) src = merge_blocks(src), dst = merge_blocks(dst);
     const uint64_t bits = low_bits(src) | low_bits(dst) | static_cast<uint64_t>(src.bytes);
-    if (bits % 16 == 0) {
-        copy_vectors<uint4>(src, dst, stream);
-    } else if (bits % 8 == 0) {
-        copy_vectors<uint2>(src, dst, stream);
-    } else if (bits % 4 == 0) {
-        copy_vectors<uint32_t>(src, dst, stream);
-    } else if (bits % 2 == 0) {
-        copy_vectors<uint16_t>(src, dst, stream);
-    } else {
-        copy_vectors<uint8_t>(src, dst, stream);
+    with_vector(bits, [&](auto vector) { copy_vectors<decltype(vector)>(src, dst, stream); });
+}
+
+void launch_order(const OrderedRows& rows, cudaStream_t stream) {
+    if (rows.rows == 0 || rows.row_bytes == 0) return;
+    Pieces pieces{static_cast<int32_t>(rows.pieces.size()), {}, {}};
+    uint64_t bits = reinterpret_cast<uint64_t>(rows.result) | static_cast<uint64_t>(rows.row_bytes);
+    for (size_t i = 0; i < rows.pieces.size(); ++i) {
+        pieces.first[i] = rows.pieces[i].first, pieces.data[i] = rows.pieces[i].data;
+        bits |= reinterpret_cast<uint64_t>(rows.pieces[i].data);
     }
+    with_vector(bits, [&](auto vector) { order_vectors<decltype(vector)>(rows, pieces, stream); });
 }
 
 void launch_reduce(const std::vector<Source>& sources, const Span& to, DType dst_type, float divisor, cudaStream_t stream) {

@@ -100,6 +100,7 @@ class Run final : public OpenWork {
         try {
             issue_steps(first, end);
             flush_copies();
+            put_in_order();
             if (arena_) this->end(final);
             if (trace_ && final) {
                 Stats::get().defer(call_.site, [trace = trace_, times = times_] { return trace->read(times); });
@@ -198,6 +199,7 @@ class Run final : public OpenWork {
                 return copy(step, stream, round);
             case StepKind::signal: {
                 const bool done = step.flag.kind == FlagKind::done;
+                if (done) put_in_order();
                 const SignalWord word{place_of(step.flag), static_cast<uint16_t>(step.flag.rank), static_cast<uint16_t>(done)};
                 if (step.queue == copy_queue) {
                     if (done) throw done_on_copy_queue();
@@ -341,6 +343,13 @@ class Run final : public OpenWork {
     void flush_copies() {
         for (Move& pending : moves_) flush_copy(pending);
     }
+    // Puts the rows of an all_to_all into the order that its finish asks for: before peers hear that landing memory was read.
+    void put_in_order() {
+        if (!call_.order || in_order_) return;
+        in_order_ = true;
+        flush_waits(), flush_copies();
+        if (call_.ordered_rows > 0 && call_.received_begin[call_.ranks] > 0) launch_order(call_.rows_in_order(), compute_);
+    }
     void flush_waits() {
         if (waits_.count) launch_wait(arena_->group(), call_.slot(), waits_, timeout_ns_, compute_);
         waits_.count = 0;
@@ -392,6 +401,7 @@ class Run final : public OpenWork {
     std::shared_ptr<Trace> trace_;
     cudaEvent_t copied_ = nullptr;
     bool begun_ = false, copying_ = false, recordable_ = true, unfinished_ = false;
+    bool in_order_ = false;  // the rows of an all_to_all with an order are in OUTPUT
 };
 
 }  // namespace ub_overlap::cuda

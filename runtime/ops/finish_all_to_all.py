@@ -1,6 +1,7 @@
 """finish_all_to_all: return the rows that all ranks have sent to this one: [sum(output_splits), *input.shape[1:]].
 
 They lie in the order of their source ranks. The op takes the token and the arguments of start_all_to_all, with the same input.
+With `order` [n] it returns rows[order], [n, *input.shape[1:]], which are copied once, from where they have landed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .definition import OpDefinition
 
 SCHEMA = (
     "finish_all_to_all(Tensor token, Tensor input, SymInt[] output_splits, SymInt[] input_splits, int split_slot, "
-    "bool one_area, str strategy, str group, str site) -> Tensor"
+    "bool one_area, str strategy, str group, str site, Tensor? order=None) -> Tensor"
 )
 
 
@@ -30,16 +31,23 @@ class FinishAllToAllArgs(NamedTuple):
     strategy: str
     group: str
     site: str
+    order: Tensor | None = None
+    """Numbers of received rows, int64; those below zero count from the end."""
 
 
 def fake(a: FinishAllToAllArgs) -> Tensor:
     """Return an empty tensor of the result's sizes."""
-    return make_result(AllToAllArgs(*a[1:]))
+    result = make_result(_arguments_of_start(a))
+    return result if a.order is None else result.new_empty((a.order.shape[0], *result.shape[1:]))
 
 
 def fallback(a: FinishAllToAllArgs) -> Tensor:
-    """Wait for the exchange that c10d runs."""
-    return c10d_split.finish(AllToAllArgs(*a[1:]))[0]
+    """Wait for the exchange that c10d runs, and return all rows: C++ puts them in order."""
+    return c10d_split.finish(_arguments_of_start(a))[0]
+
+
+def _arguments_of_start(a: FinishAllToAllArgs) -> AllToAllArgs:
+    return AllToAllArgs(*a[1:-1])
 
 
 DEFINITION = OpDefinition(SCHEMA, FinishAllToAllArgs, fake, fallback)

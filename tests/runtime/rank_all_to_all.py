@@ -54,7 +54,7 @@ def start(name: str, sent: Tensor, out: list[int], of: list[int], slot: int = 0,
 
 
 def finish(name: str, token: Tensor, sent: Tensor, out: list[int], of: list[int], slot: int = 0, **options: Any) -> Tensor:
-    return OPS.finish_all_to_all(token, sent, out, of, *tail(name, slot, options))
+    return OPS.finish_all_to_all(token, sent, out, of, *tail(name, slot, options), order=options.get("order"))
 
 
 def tail(name: str, slot: int, options: dict[str, Any]) -> tuple[Any, ...]:
@@ -102,6 +102,69 @@ def values(rank: int, world: int, strategy: str) -> list[str]:
     if not same(exchange(name, column, out, of, strategy=strategy), want):
         bad.append("column")
     return bad
+
+
+def sample_orders(rows: int, seed: int) -> dict[str, Tensor]:
+    """Return numbers of rows: all in another order, some, some several times, counted from the end, none."""
+    made = torch.Generator().manual_seed(seed)
+    shuffled = torch.randperm(rows, generator=made)
+    twice = torch.cat([shuffled, shuffled])
+    return {
+        "all": shuffled,
+        "some": shuffled[::2],
+        "twice": twice,
+        "from the end": shuffled - rows,
+        "none": shuffled[:0],
+        "strided": torch.stack([shuffled, shuffled], 1)[:, 0],
+    }
+
+
+def in_other_orders(rank: int, world: int, strategy: str, rows: int) -> list[str]:
+    """Return what differs in bits where the result has the received rows in another order.
+
+    `rows`: added to each piece of a second exchange of a site, whose areas are those of the first, so it has rounds.
+    """
+    name = fresh(world)
+    bad, has_rounds = ordered_exchanges(name, rank, world, strategy, rows, torch.device("cpu"))
+    return bad if has_rounds == (rows > 0) else [*bad, f"rounds: {has_rounds}"]
+
+
+def ordered_exchanges(
+    name: str, rank: int, world: int, strategy: str, rows: int, device: torch.device
+) -> tuple[list[str], bool]:
+    """Return what differs, and whether a piece had several rounds. The slot is one whose areas no other test has grown."""
+    bad, has_rounds, slot = [], False, SPLIT_SLOTS - 5
+    for label, matrix in sample_matrices(world).items():
+        for dtype, width in ((torch.bfloat16, (3,)), (torch.float32, (2, 8)), (torch.int8, ()), (torch.float64, (0,))):
+            site = f"/ordered.{label}.{dtype}"
+            for extra in (0, rows) if rows else (0,):
+                larger = [[n + extra if n else 0 for n in row] for row in matrix]
+                sent, out, of, want = sides(rank, larger, width, dtype)
+                for kind, order in sample_orders(sum(out), rank).items():
+                    options = {"strategy": strategy, "site": site, "order": order.to(device)}
+                    if not same(exchange(name, sent.to(device), out, of, slot, **options).cpu(), want[order]):
+                        bad.append(f"{label} {dtype} {width} +{extra} {kind}")
+                    largest = max(n for s, row in enumerate(larger) for d, n in enumerate(row) if s != d)
+                    row_bytes = sent.element_size() * sent.shape[1:].numel()
+                    has_rounds |= strategy == "bulk" and largest * row_bytes > area_bytes(name, slot, device.type) // world
+    return bad, has_rounds
+
+
+def wrong_orders(rank: int, world: int, strategy: str) -> list[str]:
+    """Return the errors of orders that are none. The collective stays open, and can be finished."""
+    name, found = fresh(world), []
+    sent, out, of, want = sides(rank, sample_matrices(world)["equal"])
+    rows = sum(out)
+    token = start(name, sent, out, of, strategy=strategy)
+    numbers, zeros = torch.tensor([0, rows, -rows - 1]), torch.zeros(2, dtype=torch.int64)
+    for order in (numbers[:2], numbers[2:], zeros.int(), zeros[None, :1]):
+        try:
+            finish(name, token, sent, out, of, strategy=strategy, order=order)
+            found.append("none")
+        except (IndexError, errors.OptionError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    order = torch.arange(rows - 1, -1, -1)
+    return [*found, "" if same(finish(name, token, sent, out, of, strategy=strategy, order=order), want[order]) else "wrong"]
 
 
 def random_program(rank: int, world: int, times: int, seed: int, strategy: str) -> list[str]:
@@ -179,6 +242,8 @@ def unbacked_fakes(rank: int, world: int) -> tuple[str, int, str]:
         token = start(name, sent, splits, [8 // world] * world)
         out = finish(name, token, sent, splits, [8 // world] * world)
         assert (token.shape, token.dtype) == ((1,), torch.uint8)
+        order = torch.empty(environment.create_unbacked_symint(), dtype=torch.int64)
+        assert finish(name, token, sent, splits, [8 // world] * world, order=order).shape == (order.shape[0], 3)
         same_size = torch.fx.experimental.symbolic_shapes.statically_known_true(out.shape[0] == sum(splits))
         return ("sum" if same_size else str(out.shape[0])), int(out.shape[1]), str(out.dtype)
 
@@ -224,9 +289,9 @@ def in_order(rank: int, world: int, function: str, *args: Any) -> Any:
         return found
 
 
-def area_bytes(name: str, slot: int = 0) -> int:
+def area_bytes(name: str, slot: int = 0, device: str = "cpu") -> int:
     """Return the bytes of the landing memory of a split slot on this rank."""
-    session = find_session(name, "cpu")
+    session = find_session(name, device)
     assert session is not None
     return int(session._arena.bytes_of_slot(SLOTS + slot))
 

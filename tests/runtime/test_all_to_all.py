@@ -35,6 +35,22 @@ def test_values(pools: dict[int, RankPool], world: int, strategy: str) -> None:
     assert pools[world].run(work.values, strategy) == [[]] * world
 
 
+@pytest.mark.parametrize(("world", "strategy", "rows"), [(2, "bulk", 0), (3, "bulk", 0), (2, "none", 0), (3, "bulk", 30_000)])
+def test_rows_in_another_order(pools: dict[int, RankPool], world: int, strategy: str, rows: int) -> None:
+    """Read where they have landed, or, with pieces of several rounds, from a copy."""
+    assert pools[world].run(work.in_other_orders, strategy, rows) == [[]] * world
+
+
+@pytest.mark.parametrize("strategy", ["bulk", "none"])
+def test_orders_that_are_none(pools: dict[int, RankPool], strategy: str) -> None:
+    for high, low, dtype, dims, rest in pools[2].run(work.wrong_orders, strategy):
+        assert high == "IndexError: index 4 is out of bounds for dimension 0 with size 4", high
+        assert low == "IndexError: index -5 is out of bounds for dimension 0 with size 4", low
+        assert dtype.startswith("OptionError") and "[2] of Int on cpu" in dtype, dtype
+        assert dims.startswith("OptionError") and "[1, 1] of Long on cpu" in dims, dims
+        assert rest == ""
+
+
 @pytest.mark.parametrize("strategy", ["bulk", "none"])
 def test_any_order(pools: dict[int, RankPool], strategy: str) -> None:
     assert pools[3].run(work.random_program, 60, 5, strategy) == [[]] * 3

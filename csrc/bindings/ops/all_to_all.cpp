@@ -36,6 +36,19 @@ void check_one_area(const Builder& b, const char* name, at::IntArrayRef splits) 
             "rows for one peer at most, or one_area=False");
 }
 
+// On CUDA only the device knows the numbers.
+void check_order(const Builder& b, const Tensor& order, int64_t rows) {
+    b.check(order.dim() == 1 && order.scalar_type() == at::kLong && order.device() == b.device(),
+            "the order of received rows is not a list of their numbers",
+            text_of(order.sizes()) + " of " + c10::toString(order.scalar_type()) + " on " + text_of(order.device()),
+            "[n] of Long on " + text_of(b.device()));
+    if (!order.is_cpu()) return;
+    const Tensor numbers = order.contiguous();
+    for (const int64_t row : at::ArrayRef<int64_t>(numbers.const_data_ptr<int64_t>(), numbers.numel())) {
+        TORCH_CHECK_INDEX(-rows <= row && row < rows, "index ", row, " is out of bounds for dimension 0 with size ", rows);
+    }
+}
+
 // Fills in all of the call but its buffers. Returns the sizes of the result.
 std::vector<int64_t> describe_call(Builder& b, const Tensor& input, at::IntArrayRef output_splits, at::IntArrayRef input_splits,
                                    int64_t split_slot, bool one_area) {
@@ -88,21 +101,35 @@ Tensor start_all_to_all(const Tensor& input, at::IntArrayRef output_splits, at::
 }
 
 Tensor finish_all_to_all(const Tensor& token, const Tensor& input, at::IntArrayRef output_splits, at::IntArrayRef input_splits,
-                         int64_t split_slot, bool one_area, std::string strategy, std::string group, std::string site) {
+                         int64_t split_slot, bool one_area, std::string strategy, std::string group, std::string site,
+                         const std::optional<Tensor>& order) {
     return run_op(input.device(), [&] {
         const Site at{strategy, group, site};
         Builder b("split all_to_all", input.device(), at);
-        const std::vector<int64_t> sizes = describe_call(b, input, output_splits, input_splits, split_slot, one_area);
-        Tensor out;
+        std::vector<int64_t> sizes = describe_call(b, input, output_splits, input_splits, split_slot, one_area);
+        if (order) check_order(b, *order, sizes[0]);
+        Tensor out, numbers, unordered;
         const auto allocate = [&](Call& call) {
+            if (order) {
+                numbers = order->contiguous();
+                if (b.session()->rounds_of_open(split_slot) > 1) unordered = at::empty(sizes, input.options());
+                static const int64_t none = 0;  // a tensor without elements has no address
+                call.order = numbers.numel() > 0 ? numbers.const_data_ptr<int64_t>() : &none;
+                call.ordered_rows = sizes[0] = numbers.size(0);
+                call.unordered = data_of(unordered);
+            }
             out = at::empty(sizes, input.options());
             call.output = data_of(out);
         };
         if (finish_on_transport(b, allocate)) return out;
-        WithGil gil;
-        FallbackCall fallback("finish_all_to_all");
-        fallback.tensor(token);
-        return add_arguments(fallback, input, output_splits, input_splits, split_slot, one_area).run(at).at(0);
+        Tensor rows;
+        {
+            WithGil gil;
+            FallbackCall fallback("finish_all_to_all");
+            fallback.tensor(token);
+            rows = add_arguments(fallback, input, output_splits, input_splits, split_slot, one_area).run(at).at(0);
+        }
+        return order ? rows.index({*order}) : rows;
     });
 }
 

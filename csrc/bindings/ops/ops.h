@@ -86,12 +86,13 @@ at::Tensor landing_memory(const at::Tensor& like, int64_t numel, int64_t split_s
 void release_collective(const at::Tensor& gathered, int64_t split_slot, std::string strategy, std::string group,
                         std::string site);
 
-// Begins an exchange of pieces of rows, and returns a token. finish_all_to_all returns the rows that this rank receives.
+// Begins an exchange of pieces of rows, and returns a token. finish_all_to_all returns the rows that this rank receives: all in
+// rank order, or those whose numbers `order` has.
 at::Tensor start_all_to_all(const at::Tensor& input, at::IntArrayRef output_splits, at::IntArrayRef input_splits,
                             int64_t split_slot, bool one_area, std::string strategy, std::string group, std::string site);
 at::Tensor finish_all_to_all(const at::Tensor& token, const at::Tensor& input, at::IntArrayRef output_splits,
                              at::IntArrayRef input_splits, int64_t split_slot, bool one_area, std::string strategy,
-                             std::string group, std::string site);
+                             std::string group, std::string site, const std::optional<at::Tensor>& order);
 
 // Returns weights [N_i, K] as one matrix [sum of N_i, K]: their own memory if they lie next to each other, else a copy, which
 // is logged once for each `site`.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.gpu.lockstep import Lockstep
-from tests.runtime.rank_all_to_all import DTYPES, exchange, finish, same, sample_matrices, sides, start
+from tests.runtime.rank_all_to_all import DTYPES, exchange, finish, ordered_exchanges, same, sample_matrices, sides, start
 from tests.runtime.rank_one_area import permutation
 from ub_overlap.runtime.session import session
 
@@ -80,10 +80,11 @@ def rounds(lockstep: Lockstep, group: str) -> str:
     return "26 exchanges, bitwise"
 
 
-def replays(lockstep: Lockstep, group: str, turns: int, rows: int) -> str:
+def replays(lockstep: Lockstep, group: str, turns: int, rows: int, has_order: bool = False) -> str:
     """Replay a graph with a static exchange, uneven ones too, and alternate with the same eagerly.
 
     `rows`: of the largest piece. The areas are small when the graph is captured: large pieces have rounds in it.
+    `has_order`: the result has the rows in an order that differs from turn to turn.
     """
     if not lockstep.cuda:
         pytest.skip("the CPU has no graphs")
@@ -96,11 +97,14 @@ def replays(lockstep: Lockstep, group: str, turns: int, rows: int) -> str:
         exchange(group, *first[:3], 0, site=site)
     static, out, of, _ = inputs[0]
     static = static.clone()
+    orders = [torch.randperm(sum(out), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    by = orders[0].to(lockstep.device)
 
     def step(x: torch.Tensor) -> torch.Tensor:
         token = start(group, x, out, of, 0, site=site)
         hidden = x.float().square().sum()
-        return finish(group, token, x, out, of, 0, site=site) + (hidden - hidden).to(x.dtype)
+        rows = finish(group, token, x, out, of, 0, site=site, order=by if has_order else None)
+        return rows + (hidden - hidden).to(x.dtype)
 
     step(static)
     lockstep.sync()
@@ -113,6 +117,9 @@ def replays(lockstep: Lockstep, group: str, turns: int, rows: int) -> str:
     wrong = []
     for turn in range(turns):
         sent, _, _, want = inputs[turn % 3]
+        if has_order:
+            by.copy_(orders[turn % 3])
+            want = want[orders[turn % 3]]
         if turn % 4 == 3:
             got = step(sent)
         else:
@@ -146,6 +153,15 @@ def test_rounds(lockstep: Lockstep, group: str) -> None:
     lockstep.note(rounds(lockstep, group))
 
 
-@pytest.mark.parametrize("rows", [64, 60_000])
-def test_replays(lockstep: Lockstep, group: str, rows: int) -> None:
-    lockstep.note(replays(lockstep, group, 40, rows))
+@pytest.mark.parametrize(("rows", "has_order"), [(64, False), (64, True), (60_000, False), (60_000, True)])
+def test_replays(lockstep: Lockstep, group: str, rows: int, has_order: bool) -> None:
+    lockstep.note(replays(lockstep, group, 40, rows, has_order))
+
+
+@pytest.mark.parametrize("rows", [0, 30_000])
+def test_rows_in_another_order(lockstep: Lockstep, group: str, rows: int) -> None:
+    """Read where they have landed, or, with pieces of several rounds, from a copy."""
+    bad, has_rounds = ordered_exchanges(group, lockstep.rank, lockstep.ranks, "bulk", rows, lockstep.device)
+    session.check(group)
+    assert not bad, bad
+    assert has_rounds == (rows > 0)
