@@ -222,7 +222,7 @@ def compare(steps: dict[str, StepTimes], measured_ms: dict[str, float], base: st
 
 
 def communication_us(entry: dict[str, Any]) -> float:
-    """Return the exposed communication of a variant of a waterfall, in microseconds: also of sums, and of copies of what landed."""
+    """Return the exposed communication of a variant in microseconds, with its sums, and copies of what landed."""
     return float(sum(entry["classes"].get(kind, 0.0) for kind in _COMMUNICATION))
 
 

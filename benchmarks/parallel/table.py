@@ -23,10 +23,7 @@ def hidden(variants: dict[str, Any], name: str, kind: str, baseline: str) -> flo
 
 
 def predicted_columns(row: dict[str, Any], name: str, baseline: str) -> dict[str, str]:
-    """Return the milliseconds of communication that a profiled step exposes, and hides of the baseline's, and the predicted ones.
-
-    A baseline without predictions is predicted to expose what the variant exposes and hides.
-    """
+    """Return the milliseconds of communication that a profiled step exposes, hides of the baseline's, and was predicted to."""
     predicted = row["variants"][name].get("predicted", {})
     profiled = {n: communication_us(entry) for n, entry in row.get("waterfall", {}).get("variants", {}).items()}
     theirs, own = profiled.get(baseline), profiled.get(name)

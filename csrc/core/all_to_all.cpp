@@ -24,10 +24,14 @@ int64_t Call::rounds_of(const Piece& piece) const {
 }
 
 int64_t Call::rounds() const {
+    int64_t most = received_rounds();
+    for (int peer = 0; is_all_to_all() && peer < ranks; ++peer) most = std::max(most, rounds_of({peer, true}));
+    return most;
+}
+
+int64_t Call::received_rounds() const {
     int64_t most = 1;
-    for (int peer = 0; is_all_to_all() && peer < ranks; ++peer) {
-        most = std::max({most, rounds_of({peer, true}), rounds_of({peer, false})});
-    }
+    for (int peer = 0; is_all_to_all() && peer < ranks; ++peer) most = std::max(most, rounds_of({peer, false}));
     return most;
 }
 

@@ -187,6 +187,7 @@ struct Call {
     int areas() const { return one_area ? 1 : ranks; }
     // Rounds of this rank's pieces, at most; 1 for other calls. Whether a step of an all_to_all belongs to a round.
     int64_t rounds() const;
+    int64_t received_rounds() const;  // of what it receives
     bool has_round(const Step& step, int64_t round) const;
     // Bytes of the largest piece that this rank sends to a peer, or receives.
     int64_t largest_piece() const;

@@ -381,10 +381,10 @@ void Session::finish(Call& call, Executor& executor) {
     open_[call.split_slot] = std::move(open);
 }
 
-int64_t Session::rounds_of_open(int split_slot) {
+int64_t Session::received_rounds(int split_slot) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     const OpenCollective* open = open_[split_slot].get();
-    return open ? open->call.rounds() : 1;
+    return open ? open->call.received_rounds() : 1;
 }
 
 void Session::watch_result(int split_slot, std::function<bool()> is_abandoned) {

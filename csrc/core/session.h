@@ -52,8 +52,8 @@ class Session {
     // A start in a slot whose collective is abandoned ends that one first, on all ranks.
     void start(Call call, HeldTensors tensors, Executor& executor);
     void finish(Call& call, Executor& executor);
-    // Returns the rounds of this rank's pieces of the all_to_all that is open in a slot; 1 without one.
-    int64_t rounds_of_open(int split_slot);
+    // Returns the rounds in which this rank receives the all_to_all that is open in a slot; 1 without one.
+    int64_t received_rounds(int split_slot);
     // Sets when the zero-copy gather that was finished in a slot is abandoned: its result is freed.
     void watch_result(int split_slot, std::function<bool()> is_abandoned);
     // `call`: its slot, site and stream.

@@ -127,6 +127,7 @@ class Run final : public OpenWork {
             for (const auto& latch : latches_) {
                 if (latch.second == number) wait_until_begun(latch.first);
             }
+            if (step.kind == StepKind::signal && step.flag.kind == FlagKind::done) put_in_order();
             const int64_t begin = now_ns();
             begun_[number].store(1, std::memory_order_release);
             const int64_t bytes = execute(step, round);
@@ -156,7 +157,6 @@ class Run final : public OpenWork {
                 return bytes;
             }
             case StepKind::signal:
-                if (step.flag.kind == FlagKind::done) put_in_order();
                 call_.arena->flag(step.flag.rank, step.flag.kind, call_.slot(), step.flag.source, call_.word_index(step.flag))
                     .store(flag_value(call_.epoch, call_.word_tag(step.flag)), std::memory_order_release);
                 return 0;

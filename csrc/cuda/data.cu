@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(threads) order_kernel(Pieces pieces, int64_t r
     const int64_t block = positions.block(item);
     int64_t row = order[block];
     if (row < 0) row += received;
-    if (row < 0 || row >= received) __trap();  // as torch's index ends the context for a number that no row has
+    // As torch's index does, which ends the process's use of the device.
+    if (row < 0 || row >= received) __assert_fail("a received row has the number", __FILE__, __LINE__, "order_kernel");
     int32_t piece = 0;
     while (piece + 1 < pieces.count && row >= pieces.first[piece + 1]) ++piece;
     const char* data = pieces.data[piece] + (row - pieces.first[piece]) * row_bytes;

@@ -74,7 +74,8 @@ void launch_stamp(uint64_t* where, cudaStream_t stream);
 
 // Copies by kernels, 16 bytes per thread if the addresses allow it.
 void launch_copy(const Span& src, const Span& dst, cudaStream_t stream);
-// Copies rows that have arrived to their places in the result. The order is read on the device; a number that no row has traps.
+// Copies rows that have arrived to their places in the result. The order is read on the device; a number that no row has
+// is an error of the device, as of torch's index.
 void launch_order(const OrderedRows& rows, cudaStream_t stream);
 // dst = (sum of sources in their order, in fp32) / divisor, rounded once.
 void launch_reduce(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor, cudaStream_t stream);

@@ -171,6 +171,7 @@ class Run final : public OpenWork {
         const bool copies = step.queue == copy_queue;
         const cudaStream_t stream = copies ? copies_ : compute_;
         const bool waits = step.kind == StepKind::wait, signals = step.kind == StepKind::signal;
+        if (signals && step.flag.kind == FlagKind::done) put_in_order();
         if (!copies && !(waits && step.after.empty())) flush_waits();
         if (!copies && !signals) flush_signals();
         if (!copies && !(step.kind == StepKind::copy && step.after.empty())) flush_copies();
@@ -199,7 +200,6 @@ class Run final : public OpenWork {
                 return copy(step, stream, round);
             case StepKind::signal: {
                 const bool done = step.flag.kind == FlagKind::done;
-                if (done) put_in_order();
                 const SignalWord word{place_of(step.flag), static_cast<uint16_t>(step.flag.rank), static_cast<uint16_t>(done)};
                 if (step.queue == copy_queue) {
                     if (done) throw done_on_copy_queue();
@@ -348,7 +348,7 @@ class Run final : public OpenWork {
         if (!call_.order || in_order_) return;
         in_order_ = true;
         flush_waits(), flush_copies();
-        if (call_.ordered_rows > 0 && call_.received_begin[call_.ranks] > 0) launch_order(call_.rows_in_order(), compute_);
+        launch_order(call_.rows_in_order(), compute_);
     }
     void flush_waits() {
         if (waits_.count) launch_wait(arena_->group(), call_.slot(), waits_, timeout_ns_, compute_);

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import ub_overlap
 from benchmarks.expert_parallel.model import ROUTINGS, SIZES, ExpertLayer, make_routes
 from tests.compiler.dags import Dag, aten
 from tests.harness.ranks import RankPool
@@ -54,36 +58,22 @@ def dag() -> RowsDag:
     return RowsDag()
 
 
-@pytest.mark.parametrize("spelling", ["index", "index_select"])
-def test_an_order_that_is_there(dag: RowsDag, spelling: str) -> None:
+def test_an_order(dag: RowsDag) -> None:
     order = dag.numbers("order", ROWS)
     received = dag.finish(dag.input("x", ROWS, WIDTH))
-    rows = dag.index(received, order) if spelling == "index" else dag.call(aten.index_select.default, received, 0, order)
-    graph = dag.graph_of(rows)
+    graph = dag.graph_of(dag.index(received, order))
     assert read_in_order(graph) == 1
     graph.lint()
     assert targets(graph) == ["start_all_to_all", "finish_all_to_all", "permute", "mm"]
     assert received.args[-1] is order and len(received.args) == len(received.target._schema.arguments)
-    assert read_in_order(graph) == 0
 
 
-def test_an_order_that_is_computed_behind_the_finish(dag: RowsDag) -> None:
-    """The finish moves behind it, in front of all that reads the rows."""
-    keys = dag.numbers("keys", ROWS)
+def test_an_order_of_ordered_rows(dag: RowsDag) -> None:
+    first, second = (dag.numbers(name, ROWS) for name in ("first", "second"))
     received = dag.finish(dag.input("x", ROWS, WIDTH))
-    graph = dag.graph_of(dag.index(received, dag.call(aten.add.Tensor, keys, 1)))
-    assert read_in_order(graph) == 1
-    graph.lint()
-    assert targets(graph) == ["start_all_to_all", "add", "finish_all_to_all", "permute", "mm"]
-
-
-def test_an_order_behind_another_collective(dag: RowsDag) -> None:
-    """All ranks issue finishes and other collectives in the order of the plan: the finish does not move across one."""
-    keys, shard = dag.numbers("keys", ROWS), dag.input("shard", 2, 2)
-    received = dag.finish(dag.input("x", ROWS, WIDTH))
-    whole = dag.gather(shard)
-    graph = dag.graph_of(dag.index(received, dag.call(aten.add.Tensor, keys, 1)), whole)
-    assert read_in_order(graph) == 0
+    graph = dag.graph_of(dag.index(dag.index(received, first), second))
+    assert read_in_order(graph) == 1 and read_in_order(graph) == 0
+    assert received.args[-1] is first and targets(graph)[2] == "index"
 
 
 Look = Callable[[RowsDag, Node, Callable[..., Node]], tuple[Node, ...]]
@@ -115,6 +105,11 @@ def returned_too(d: RowsDag, rows: Node, numbers: Callable[..., Node]) -> tuple[
     return d.index(rows, numbers(ROWS)), rows
 
 
+def computed_behind(d: RowsDag, rows: Node, numbers: Callable[..., Node]) -> tuple[Node, ...]:
+    """What the exchange sends may be written before the order is there."""
+    return (d.index(rows, d.call(aten.add.Tensor, numbers(ROWS), 1)),)
+
+
 def written_order(d: RowsDag, rows: Node, numbers: Callable[..., Node]) -> tuple[Node, ...]:
     return (d.index(rows, d.call(aten.add_.Tensor, numbers(ROWS), 1)),)
 
@@ -123,13 +118,16 @@ LOOKALIKES: dict[str, Look] = {
     "fewer rows": lambda d, rows, numbers: (d.index(rows, numbers(ROWS // 2)),),
     "more rows": lambda d, rows, numbers: (d.index(rows, numbers(2 * ROWS)),),
     "int32": lambda d, rows, numbers: (d.index(rows, numbers(ROWS, dtype=torch.int32)),),
-    "selected columns": lambda d, rows, numbers: (d.call(aten.index_select.default, rows, 1, numbers(WIDTH)),),
+    "index_select, which takes no numbers below zero": lambda d, rows, numbers: (
+        d.call(aten.index_select.default, rows, 0, numbers(ROWS)),
+    ),
     "columns": columns,
     "elements": elements,
     "a matrix of numbers": matrix_of_numbers,
     "read twice": read_twice,
     "read in two orders": read_in_two_orders,
     "returned too": returned_too,
+    "an order behind the finish": computed_behind,
     "a written order": written_order,
 }
 
@@ -147,6 +145,40 @@ def test_lookalikes(dag: RowsDag, name: str) -> None:
     before = targets(graph)
     assert read_in_order(graph) == 0
     assert targets(graph) == before
+
+
+@pytest.mark.parametrize("of", ["a table", "another exchange"])
+def test_numbers_that_are_exchanged(dag: RowsDag, of: str) -> None:
+    """An exchange of int64 numbers by which rows of something else are read is no order of itself."""
+    numbers = dag.numbers("numbers", ROWS)
+    x = dag.input("x", ROWS, WIDTH)
+    rows = x if of == "a table" else dag.finish(x)
+    graph = dag.graph_of(dag.index(rows, dag.finish(numbers)))
+    assert read_in_order(graph) == 0
+    graph.lint()
+
+
+def run_written(rank: int, world: int) -> bool:
+    """Return whether a user's own graph is right that writes what it has sent, in front of the order."""
+    torch.manual_seed(rank)
+    splits = [ROWS // world] * world
+
+    def step(x: Tensor, keys: Tensor, w: Tensor) -> Tensor:
+        received = funcol.wait_tensor(funcol.all_to_all_single(x, splits, splits, dist.group.WORLD))
+        hidden = w @ w
+        x.fill_(100.0)
+        return received[torch.argsort(keys)] @ hidden
+
+    x, keys, w = torch.randn(ROWS, WIDTH), torch.randn(ROWS), torch.randn(WIDTH, WIDTH)
+    want = step(x.clone(), keys, w)
+    graph = make_fx(step)(x.clone(), keys, w)
+    options = {"overrides": [{"kind": "all_to_all", "strategy": "split"}]}
+    got = ub_overlap.apply_passes(graph, (x.clone(), keys, w), options=options)(x.clone(), keys, w)
+    return torch.equal(got, want)
+
+
+def test_what_was_sent_is_written_before_the_order(pool2: RankPool) -> None:
+    assert pool2.run(run_written) == [True, True]
 
 
 def run_layer(rank: int, world: int, routing: str, inner: str) -> tuple[list[int], list[bool]]:

@@ -151,20 +151,27 @@ def ordered_exchanges(
 
 
 def wrong_orders(rank: int, world: int, strategy: str) -> list[str]:
-    """Return the errors of orders that are none. The collective stays open, and can be finished."""
+    """Return the errors of orders that are none, on rank 0 only. With a wrong number the finish has ended all the same."""
     name, found = fresh(world), []
     sent, out, of, want = sides(rank, sample_matrices(world)["equal"])
-    rows = sum(out)
-    token = start(name, sent, out, of, strategy=strategy)
-    numbers, zeros = torch.tensor([0, rows, -rows - 1]), torch.zeros(2, dtype=torch.int64)
-    for order in (numbers[:2], numbers[2:], zeros.int(), zeros[None, :1]):
+    rows, zeros = sum(out), torch.zeros(2, dtype=torch.int64)
+    right = torch.arange(rows - 1, -1, -1)
+
+    def attempt_with(token: Tensor, order: Tensor) -> bool:
         try:
-            finish(name, token, sent, out, of, strategy=strategy, order=order)
-            found.append("none")
+            return same(finish(name, token, sent, out, of, strategy=strategy, order=order), want[order])
         except (IndexError, errors.OptionError) as error:
             found.append(f"{type(error).__name__}: {error}")
-    order = torch.arange(rows - 1, -1, -1)
-    return [*found, "" if same(finish(name, token, sent, out, of, strategy=strategy, order=order), want[order]) else "wrong"]
+            return rank == 0
+
+    good = []
+    for wrong in (rows, -rows - 1):
+        token = start(name, sent, out, of, strategy=strategy)
+        good.append(attempt_with(token, torch.tensor([0, wrong]) if rank == 0 else right))
+    token = start(name, sent, out, of, strategy=strategy)
+    for order in (zeros.int(), zeros[None, :1]):
+        good.append(rank != 0 or attempt_with(token, order))
+    return [*found, "" if all(good) and attempt_with(token, right) else "wrong"]
 
 
 def random_program(rank: int, world: int, times: int, seed: int, strategy: str) -> list[str]:

@@ -43,12 +43,12 @@ def test_rows_in_another_order(pools: dict[int, RankPool], world: int, strategy:
 
 @pytest.mark.parametrize("strategy", ["bulk", "none"])
 def test_orders_that_are_none(pools: dict[int, RankPool], strategy: str) -> None:
-    for high, low, dtype, dims, rest in pools[2].run(work.wrong_orders, strategy):
-        assert high == "IndexError: index 4 is out of bounds for dimension 0 with size 4", high
-        assert low == "IndexError: index -5 is out of bounds for dimension 0 with size 4", low
-        assert dtype.startswith("OptionError") and "[2] of Int on cpu" in dtype, dtype
-        assert dims.startswith("OptionError") and "[1, 1] of Long on cpu" in dims, dims
-        assert rest == ""
+    (high, low, dtype, dims, rest), other = pools[2].run(work.wrong_orders, strategy)
+    assert high == "IndexError: index 4 is out of bounds for dimension 0 with size 4", high
+    assert low == "IndexError: index -5 is out of bounds for dimension 0 with size 4", low
+    assert dtype.startswith("OptionError") and "[2] of Int on cpu" in dtype, dtype
+    assert dims.startswith("OptionError") and "[1, 1] of Long on cpu" in dims, dims
+    assert rest == "" and other == [""]
 
 
 @pytest.mark.parametrize("strategy", ["bulk", "none"])

@@ -36,17 +36,20 @@ void check_one_area(const Builder& b, const char* name, at::IntArrayRef splits) 
             "rows for one peer at most, or one_area=False");
 }
 
-// On CUDA only the device knows the numbers.
-void check_order(const Builder& b, const Tensor& order, int64_t rows) {
+void check_order(const Builder& b, const Tensor& order) {
     b.check(order.dim() == 1 && order.scalar_type() == at::kLong && order.device() == b.device(),
             "the order of received rows is not a list of their numbers",
             text_of(order.sizes()) + " of " + c10::toString(order.scalar_type()) + " on " + text_of(order.device()),
             "[n] of Long on " + text_of(b.device()));
-    if (!order.is_cpu()) return;
-    const Tensor numbers = order.contiguous();
+}
+
+// Returns the first number that none of the `rows` rows has, if the host knows it: on CUDA only where there are no rows.
+std::optional<int64_t> wrong_number(const Tensor& numbers, int64_t rows) {
+    if (!numbers.is_cpu()) return rows == 0 && numbers.numel() > 0 ? std::optional<int64_t>(0) : std::nullopt;
     for (const int64_t row : at::ArrayRef<int64_t>(numbers.const_data_ptr<int64_t>(), numbers.numel())) {
-        TORCH_CHECK_INDEX(-rows <= row && row < rows, "index ", row, " is out of bounds for dimension 0 with size ", rows);
+        if (row < -rows || row >= rows) return row;
     }
+    return std::nullopt;
 }
 
 // Fills in all of the call but its buffers. Returns the sizes of the result.
@@ -107,12 +110,14 @@ Tensor finish_all_to_all(const Tensor& token, const Tensor& input, at::IntArrayR
         const Site at{strategy, group, site};
         Builder b("split all_to_all", input.device(), at);
         std::vector<int64_t> sizes = describe_call(b, input, output_splits, input_splits, split_slot, one_area);
-        if (order) check_order(b, *order, sizes[0]);
-        Tensor out, numbers, unordered;
+        if (order) check_order(b, *order);
+        Tensor out, unordered;
+        const Tensor numbers = order ? order->contiguous() : Tensor();
+        const int64_t received = sizes[0];
+        const std::optional<int64_t> wrong = order ? wrong_number(numbers, received) : std::nullopt;
         const auto allocate = [&](Call& call) {
-            if (order) {
-                numbers = order->contiguous();
-                if (b.session()->rounds_of_open(split_slot) > 1) unordered = at::empty(sizes, input.options());
+            if (order && !wrong) {
+                if (b.session()->received_rounds(split_slot) > 1) unordered = at::empty(sizes, input.options());
                 static const int64_t none = 0;  // a tensor without elements has no address
                 call.order = numbers.numel() > 0 ? numbers.const_data_ptr<int64_t>() : &none;
                 call.ordered_rows = sizes[0] = numbers.size(0);
@@ -121,7 +126,11 @@ Tensor finish_all_to_all(const Tensor& token, const Tensor& input, at::IntArrayR
             out = at::empty(sizes, input.options());
             call.output = data_of(out);
         };
-        if (finish_on_transport(b, allocate)) return out;
+        if (finish_on_transport(b, allocate)) {
+            // Raised behind the finish, as by an index that follows it: this rank's peers have finished too.
+            TORCH_CHECK_INDEX(!wrong, "index ", *wrong, " is out of bounds for dimension 0 with size ", received);
+            return out;
+        }
         Tensor rows;
         {
             WithGil gil;
