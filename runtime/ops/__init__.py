@@ -15,7 +15,8 @@
     fp8_layout_copy                                             a transposed copy that is not fused
     start_host_read, finish_host_read                           numbers for the host, read while the device computes
 
-Every op that overlaps ends with (str strategy, str group, str site). C++ implements it (csrc/bindings/ops/).
+Every op that overlaps ends with (str strategy, str group, str site); finish_all_to_all has an optional order behind them. C++
+implements them (csrc/bindings/ops/).
 An op with a list among several results has a second form `<name>_flat`, which returns all of them in one list. Inductor's C++
 wrapper (`cpp_wrapper=True`) calls that form.
 

@@ -8,6 +8,7 @@ from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
 
 from . import rank_all_to_all as work
+from . import rank_ordered_rows as ordered
 
 STEP = 2.5
 SLACK = 20.0
@@ -38,12 +39,12 @@ def test_values(pools: dict[int, RankPool], world: int, strategy: str) -> None:
 @pytest.mark.parametrize(("world", "strategy", "rows"), [(2, "bulk", 0), (3, "bulk", 0), (2, "none", 0), (3, "bulk", 30_000)])
 def test_rows_in_another_order(pools: dict[int, RankPool], world: int, strategy: str, rows: int) -> None:
     """Read where they have landed, or, with pieces of several rounds, from a copy."""
-    assert pools[world].run(work.in_other_orders, strategy, rows) == [[]] * world
+    assert pools[world].run(ordered.in_other_orders, strategy, rows) == [[]] * world
 
 
 @pytest.mark.parametrize("strategy", ["bulk", "none"])
 def test_orders_that_are_none(pools: dict[int, RankPool], strategy: str) -> None:
-    (high, low, dtype, dims, rest), other = pools[2].run(work.wrong_orders, strategy)
+    (high, low, dtype, dims, rest), other = pools[2].run(ordered.wrong_orders, strategy)
     assert high == "IndexError: index 4 is out of bounds for dimension 0 with size 4", high
     assert low == "IndexError: index -5 is out of bounds for dimension 0 with size 4", low
     assert dtype.startswith("OptionError") and "[2] of Int on cpu" in dtype, dtype

@@ -11,6 +11,9 @@ A round waits only for the round before, so rounds end in order, whatever the si
 
 `Round` steps separate the rounds. A key has `chunks` rounds (at least one) for all pieces. Executors take the steps of two:
 they repeat those of the second round, and leave out pieces that have ended.
+
+A finish with an order puts all rows into the result at once, between the last copy and the first DONE. Its copies to OUTPUT
+are left out, or go to other memory where there are several rounds.
 """
 
 from __future__ import annotations

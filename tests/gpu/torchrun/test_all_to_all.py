@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.gpu.lockstep import Lockstep
-from tests.runtime.rank_all_to_all import DTYPES, exchange, finish, ordered_exchanges, same, sample_matrices, sides, start
+from tests.runtime.rank_all_to_all import DTYPES, exchange, finish, same, sample_matrices, sides, start
 from tests.runtime.rank_one_area import permutation
+from tests.runtime.rank_ordered_rows import ordered_exchanges
 from ub_overlap.runtime.session import session
 
 
