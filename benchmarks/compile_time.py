@@ -1,15 +1,16 @@
 """Measure the compile time of our passes (JointPass, RewritePass) on Llama graphs of increasing depth.
 
-    python -m benchmarks.compile_time [--layers 10 20 40 80] [--sharded 8x1 4x2] [--different 640] [--pack force] [--json FILE]
+    python -m benchmarks.compile_time [--layers 10 20 40 80] [--sharded 8x1 4x2] [--experts 8 16 32] [--different 640]
+        [--pack force] [--json FILE]
 
 One process is rank 0 of 4 with torch's fake process group. The model is examples/llama_tp with tiny weights. The passes run
 inside a real AOTAutograd trace of its forward and backward, and only they are timed. overlap="force" rewrites every site and
 predicts none. The column "auto" is overlap="auto" with the h200 profile, which predicts every site.
 
 The second table is overlap="auto" for Llama 8B layers whose weights are gathered in the graph, over DP x TP ranks (ZeRO-3):
-decisions, rewrite and order of split sites. The last line is the time of the selection alone, for as many sites as 80 layers
-have, all of different sizes and with cold caches. Times are CPU seconds of the process, so other processes have little
-influence.
+decisions, rewrite and order of split sites. The third one is the same for layers with experts of 236B widths over 2 ranks,
+whose sizes are symbols. The last line is the time of the selection alone, for as many sites as 80 layers have, all of different
+sizes and with cold caches. Times are CPU seconds of the process, so other processes have little influence.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -42,6 +44,8 @@ from ub_overlap.runtime import ops
 from ub_overlap.tools.planner.models import block_input, parallel_blocks
 from ub_overlap.tools.planner.sizes import named
 
+from .expert_parallel.model import SIZES, ExpertLayer, make_routes
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "llama_tp"))
 from model import ModelArgs, Transformer
 from parallelize import parallelize
@@ -52,6 +56,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[10, 20, 40, 80])
     parser.add_argument(
         "--sharded", nargs="*", default=["8x1", "4x2"], help="DP x TP ranks of the second table (none: no table)"
+    )
+    parser.add_argument(
+        "--experts", type=int, nargs="*", default=[8, 16, 32], help="layers of the third table (none: no table)"
     )
     parser.add_argument("--different", type=int, default=640, help="number of sites of different sizes (0: none)")
     parser.add_argument("--memory-budget", type=float, help="the option memory_budget=")
@@ -64,6 +71,7 @@ def main() -> None:
     tables = {"tensor parallelism": tensor_parallel_rows(args)}
     sharded = [sharded_row(*map(int, ranks.split("x")), layers) for ranks in args.sharded for layers in args.layers]
     tables |= {"weights gathered in the graph": sharded} if sharded else {}
+    tables |= {"experts": [expert_row(layers) for layers in args.experts]} if args.experts else {}
     for title, rows in tables.items():
         print(f"{title}\n{render_table(rows, floats='.3f')}")
     if args.different:
@@ -102,10 +110,36 @@ def tensor_parallel_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def sharded_row(dp: int, tp: int, layers: int) -> dict[str, Any]:
     """Return the row of Llama 8B layers with weights sharded over `dp` of `dp` x `tp` ranks."""
-    options = Options(overlap="auto", min_bytes=0, profile="h200")
-    seconds = {"joint s": 0.0, "forward s": 0.0, "backward s": 0.0}
     sizes = named("llama-8b", dp=dp, tp=tp, layers=layers)
     dims = {name: size for name, size in (("dp", dp), ("tp", tp)) if size > 1}
+    with fake_ranks(dp * tp):
+        mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+        with compat.caches_off(), compat.FakeTensorMode():
+            return {"dp": dp, "tp": tp, **predicted_row(parallel_blocks(sizes, mesh), block_input(sizes), layers)}
+
+
+def expert_row(layers: int) -> dict[str, Any]:
+    """Return the row of layers with 8 experts on each of 2 ranks, 4096 tokens a rank."""
+    sizes = SIZES["236b"]
+    routes = make_routes(4096, 16, sizes.top, "balanced", rank=0)
+    with fake_ranks(2), compat.caches_off(), compat.FakeTensorMode(allow_non_fake_inputs=True):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            blocks = [ExpertLayer(sizes, 8, _fakes_of(routes), dist.group.WORLD, has_shared=True) for _ in range(layers)]
+            return predicted_row(torch.nn.Sequential(*blocks), torch.empty(4096, sizes.dim, requires_grad=True), layers)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def _fakes_of(routes: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return routes of one layer. Layers that share theirs would share the exchange of counts."""
+    return torch.empty_like(routes[0]), torch.empty_like(routes[1])
+
+
+def predicted_row(model: torch.nn.Module, x: torch.Tensor, layers: int) -> dict[str, Any]:
+    """Return the seconds of each pass with overlap="auto" on the graphs of `model`, on fakes."""
+    options = Options(overlap="auto", min_bytes=0, profile="h200")
+    seconds = {"joint s": 0.0, "forward s": 0.0, "backward s": 0.0}
     mark = HISTORY.mark()
     clear_caches()
 
@@ -117,15 +151,14 @@ def sharded_row(dp: int, tp: int, layers: int) -> dict[str, Any]:
         return compiled
 
     backend = _backend(compiler("forward"), compiler("backward"), JointPass(options), seconds)
-    with fake_ranks(dp * tp):
-        mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
-        with compat.caches_off(), compat.FakeTensorMode():
-            model = torch.compile(parallel_blocks(sizes, mesh), backend=backend, dynamic=False)
-            model(block_input(sizes)).sum().backward()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        # Fakes have no counts that the host could read. Backward is compiled in front of the first run then.
+        with contextlib.suppress(DataDependentOutputException):
+            torch.compile(model, backend=backend, dynamic=False)(x).sum().backward()
     decisions = [d for p in HISTORY.since(mark) for d in p.decisions]
     split = sum(isinstance(d.strategy, Strategy) and d.strategy.mode is Mode.SPLIT for d in decisions)
     total = sum(seconds.values())
-    row = {"dp": dp, "tp": tp, "layers": layers, "collectives": len(decisions), "split": split, **seconds}
+    row = {"layers": layers, "collectives": len(decisions), "split": split, **seconds}
     return {**row, "total s": total, "ms a layer": 1000 * total / layers}
 
 

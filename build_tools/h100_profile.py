@@ -1,10 +1,11 @@
-"""Create the shipped profile of an H100 from a stored calibration: python build_tools/h100_profile.py [--check]
+"""Create the shipped profile of an H100 from stored calibrations: python build_tools/h100_profile.py [--check]
 
     docs/data/calibration_h100_tp2.json     a calibration of two H100s, as `calibrate` wrote it
-    compiler/cost/profiles/h200.json        plain collectives and direct stores of 4 and 8 ranks
+    docs/data/calibration_h100_tp4.json     one of four: all_to_alls and fused collectives of 4 ranks
+    compiler/cost/profiles/h200.json        other plain collectives, and direct stores, of 4 and 8 ranks
     compiler/cost/profiles/h100.json        the result
 
-After another calibration: replace the first file, revise OUTLIERS, run this again.
+After another calibration: replace the first file or the second, revise OUTLIERS, run this again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 CALIBRATION = "docs/data/calibration_h100_tp2.json"
+OF_FOUR = "docs/data/calibration_h100_tp4.json"
 PROFILES = ROOT / "compiler" / "cost" / "profiles"
 
 OUTLIERS: dict[str, list[list[Any]]] = {
@@ -33,11 +35,11 @@ OUTLIERS: dict[str, list[list[Any]]] = {
 as long."""
 
 
-def create_profile(calibration: Json, base: Json) -> Json:
-    """Return the profile as JSON values. `base`: the profile of an H200.
+def create_profile(calibration: Json, of_four: Json, base: Json) -> Json:
+    """Return the profile as JSON values. `of_four`: a calibration of four H100s. `base`: the profile of an H200.
 
-    The measurements of the calibration stay, without OUTLIERS. Group sizes that it lacks are those of `base`. The rate of
-    memory, which this calibration did not set yet, is that of the largest measured reduction.
+    The measurements of the calibration stay, without OUTLIERS. Group sizes that it lacks are those of `of_four`, or of `base`
+    where that has them. The rate of memory, which this calibration did not set yet, is that of the largest measured reduction.
     """
     made: Json = json.loads(json.dumps(calibration))
     ranks = str(calibration["key"]["ranks"])
@@ -48,12 +50,18 @@ def create_profile(calibration: Json, base: Json) -> Json:
     made["direct"]["matmuls"] = _without(calibration["direct"]["matmuls"], OUTLIERS["direct"]) + others
     for kind, curves in base["collectives"].items():
         made["collectives"][kind] = {**curves, **calibration["collectives"][kind]}
+    made["collectives"]["all_to_all"]["4"] = of_four["collectives"]["all_to_all"]["4"]
+    fused = {kind: curves for kind, curves in of_four["fused"].items() if kind != "source"}
+    for kind, curves in fused.items():
+        made["fused"][kind]["4"] = curves["4"]
+    made["fused"]["source"] += f"; of 4 ranks: {of_four['fused']['source']}"
     sizes = " and ".join(str(r) for r in sorted({row[1] for row in others}))
     made["name"] = "h100"
     made["source"] = (
         f"measured on {ranks} x {calibration['key']['gpu']} ({calibration['source']}; {CALIBRATION}), except: "
         f"plain all_gather, reduce_scatter, all_reduce and direct of {sizes} ranks are those of the profile {base['name']}, "
-        f"measured on H200s with as many multiprocessors and NVLinks; compute.tiles, wave_us, gap_us and network, which a "
+        f"measured on H200s with as many multiprocessors and NVLinks; all_to_alls and fused collectives of 4 ranks are measured "
+        f"on 4 H100s ({of_four['source'].partition(';')[0]}; {OF_FOUR}); compute.tiles, wave_us, gap_us and network, which a "
         f"calibration does not measure, are those of {base['name']} too; memory_gbs is the rate of the largest measured "
         f"reduction; left out as noise: "
         f"{_list(OUTLIERS['matmuls'])} of matmuls, {_list(OUTLIERS['direct'])} of direct"
@@ -89,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the profile differs")
     flags = parser.parse_args(argv)
     path = PROFILES / "h100.json"
-    text = as_text(create_profile(*(json.loads(p.read_text()) for p in (ROOT / CALIBRATION, PROFILES / "h200.json"))))
+    sources = (ROOT / CALIBRATION, ROOT / OF_FOUR, PROFILES / "h200.json")
+    text = as_text(create_profile(*(json.loads(source.read_text()) for source in sources)))
     differs = not path.is_file() or path.read_text() != text
     if differs and not flags.check:
         path.write_text(text)

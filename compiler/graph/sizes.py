@@ -53,7 +53,9 @@ def evaluate_size(x: Size, hints: Mapping[sympy.Symbol, int]) -> int | None:
     """Return a size as a number, with `hints` for its symbols. None unless all have values."""
     if isinstance(x, int):
         return x
-    value = sympy.sympify(x).subs(hints)
+    size = sympy.sympify(x)
+    # Only its own symbols are replaced: graphs with experts have a few for each exchange of each layer.
+    value = size.xreplace({symbol: sympy.Integer(hints[symbol]) for symbol in size.free_symbols if symbol in hints})
     return int(value) if value.is_Integer else None
 
 

@@ -33,15 +33,17 @@ def stored() -> dict[str, Any]:
 
 def test_the_file_is_created_from_the_stored_calibration() -> None:
     base = json.loads((FOLDER / "h200.json").read_text())
-    text = h100_profile.as_text(h100_profile.create_profile(stored(), base))
+    of_four = json.loads((h100_profile.ROOT / h100_profile.OF_FOUR).read_text())
+    text = h100_profile.as_text(h100_profile.create_profile(stored(), of_four, base))
     assert (h100_profile.PROFILES / "h100.json").read_text() == text == (FOLDER / "h100.json").read_text()
     assert h100_profile.main(["--check"]) == 0
 
 
 def test_measurements_are_those_of_the_calibration() -> None:
-    """Two ranks are measured on H100s. Of 4 and 8 ranks there are collectives and direct stores of the H200's profile."""
-    measured = load(CALIBRATION)
-    for name in ("key", "push", "copy", "reduce", "steps", "matmul_slowdown", "push_slowdown", "checks", "fused", "attention"):
+    """Two ranks are measured on H100s, and all_to_alls and fused collectives of four. Others of 4 and 8 ranks are those of the
+    H200's profile."""
+    measured, of_four = load(CALIBRATION), load(h100_profile.ROOT / h100_profile.OF_FOUR)
+    for name in ("key", "push", "copy", "reduce", "steps", "matmul_slowdown", "push_slowdown", "checks", "attention"):
         assert getattr(H100, name) == getattr(measured, name), name
     assert H100.compute.tflops == measured.compute.tflops and H100.key["ranks"] == 2
     assert H100.direct is not None and measured.direct is not None and H200.direct is not None
@@ -53,7 +55,12 @@ def test_measurements_are_those_of_the_calibration() -> None:
         assert {row for row in H100.direct.matmuls if row[1] == ranks} == set(rows) - outliers("direct")
     assert set(H100.matmuls) == set(measured.matmuls) - outliers("matmuls")
     assert H100.direct.link_gbs == measured.direct.link_gbs
-    assert set(H100.collectives["all_to_all"]) == {2}, "the H200's profile has none"
+    assert set(H100.collectives["all_to_all"]) == {2, 4}, "the H200's profile has none"
+    for ranks, source in ((2, measured), (4, of_four)):
+        assert H100.collectives["all_to_all"][ranks] == source.collectives["all_to_all"][ranks]
+        assert H100.fused is not None and source.fused is not None
+        for kind, curves in source.fused.curves.items():
+            assert H100.fused.curves[kind][ranks] == curves[ranks], (kind, ranks)
     size, us = H100.reduce[-1]
     assert H100.compute.memory_gbs == pytest.approx(size / us / 1e3, rel=1e-3), "not the H200's"
     assert any("from h200" in hole for hole in H100.holes) and "h200" in H100.source and h100_profile.CALIBRATION in H100.source
@@ -82,7 +89,7 @@ def test_another_calibration_needs_its_own_outliers() -> None:
     calibration = stored()
     calibration["direct"]["matmuls"] = [row for row in calibration["direct"]["matmuls"] if row[-1] != 390.23]
     with pytest.raises(ValueError, match=r"390\.23.*revise OUTLIERS"):
-        h100_profile.create_profile(calibration, json.loads(H200.to_json()))
+        h100_profile.create_profile(calibration, calibration, json.loads(H200.to_json()))
 
 
 def test_whole_calls_are_predicted() -> None:
@@ -138,11 +145,12 @@ def test_few_tokens() -> None:
     assert fused_strategies("reduce_scatter", True, (*FEW, 16 * MIB)) == ["one_shot"] * len(FEW) + ["none"]
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_few_tokens_of_other_group_sizes_are_assumed(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "measured"), [(3, 2), (4, 4), (8, 4)])
+def test_few_tokens_of_other_group_sizes_are_assumed(ranks: int, measured: int) -> None:
     shape = SiteShape("fused_all_gather", ranks, "bfloat16", (), 8, 8192)
     choice = choose_fused(shape, H100)
-    assert choice is not None and f"assumed for {ranks} ranks from measurements of 2" in choice.reason
+    assert choice is not None
+    assert (f"assumed for {ranks} ranks from measurements of {measured}" in choice.reason) == (ranks != measured)
     assert fused_strategies("all_reduce", True, (4 * KIB,), ranks) == ["one_shot"]
 
 

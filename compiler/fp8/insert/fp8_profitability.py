@@ -12,13 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import sympy
-
 from ...cost.matmul_time import matmul_us
 from ...cost.profile import Profile
 from ...cost.site_sizes import Hints
 from ...graph.matmul import Matmul
-from ...graph.sizes import Size, about
+from ...graph.sizes import Size, about, evaluate_size
 from ..recipe import Recipe
 from .linears import Linear, Role
 
@@ -83,7 +81,5 @@ class Fp8Profitability:
 
     def _number(self, size: Size) -> int | None:
         """Return `size` rounded, as ranks whose shards differ a little must decide alike. None: it has no value."""
-        if isinstance(size, int):
-            return about(size)
-        value = sympy.sympify(size).subs(self._hints)
-        return about(int(value)) if value.is_Integer else None
+        number = evaluate_size(size, self._hints)
+        return None if number is None else about(number)
