@@ -151,10 +151,10 @@ def predicted_row(model: torch.nn.Module, x: torch.Tensor, layers: int) -> dict[
         return compiled
 
     backend = _backend(compiler("forward"), compiler("backward"), JointPass(options), seconds)
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        # Fakes have no counts that the host could read. Backward is compiled in front of the first run then.
-        with contextlib.suppress(DataDependentOutputException):
-            torch.compile(model, backend=backend, dynamic=False)(x).sum().backward()
+    # Fakes have no counts that the host could read. Backward is compiled in front of the first run then.
+    without_counts = contextlib.suppress(DataDependentOutputException)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), without_counts:
+        torch.compile(model, backend=backend, dynamic=False)(x).sum().backward()
     decisions = [d for p in HISTORY.since(mark) for d in p.decisions]
     split = sum(isinstance(d.strategy, Strategy) and d.strategy.mode is Mode.SPLIT for d in decisions)
     total = sum(seconds.values())

@@ -60,10 +60,10 @@ def create_profile(calibration: Json, of_four: Json, base: Json) -> Json:
     made["source"] = (
         f"measured on {ranks} x {calibration['key']['gpu']} ({calibration['source']}; {CALIBRATION}), except: "
         f"plain all_gather, reduce_scatter, all_reduce and direct of {sizes} ranks are those of the profile {base['name']}, "
-        f"measured on H200s with as many multiprocessors and NVLinks; all_to_alls and fused collectives of 4 ranks are measured "
-        f"on 4 H100s ({of_four['source'].partition(';')[0]}; {OF_FOUR}); compute.tiles, wave_us, gap_us and network, which a "
-        f"calibration does not measure, are those of {base['name']} too; memory_gbs is the rate of the largest measured "
-        f"reduction; left out as noise: "
+        f"measured on H200s with as many multiprocessors and NVLinks; all_to_alls and fused collectives of 4 ranks are "
+        f"measured on 4 H100s ({of_four['source'].partition(';')[0]}; {OF_FOUR}); compute.tiles, wave_us, gap_us and "
+        f"network, which a calibration does not measure, are those of {base['name']} too; memory_gbs is the rate of the "
+        f"largest measured reduction; left out as noise: "
         f"{_list(OUTLIERS['matmuls'])} of matmuls, {_list(OUTLIERS['direct'])} of direct"
     )
     made["holes"] = [
