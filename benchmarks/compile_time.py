@@ -41,7 +41,7 @@ from ub_overlap.compiler.plan.strategy import Mode, Strategy
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.text.table import render_table
 from ub_overlap.runtime import ops
-from ub_overlap.tools.planner.models import block_input, parallel_blocks
+from ub_overlap.tools.planner.models import block_input, default_dtype, parallel_blocks
 from ub_overlap.tools.planner.sizes import named
 
 from .expert_parallel.model import SIZES, ExpertLayer, make_routes
@@ -122,13 +122,10 @@ def expert_row(layers: int) -> dict[str, Any]:
     """Return the row of layers with 8 experts on each of 2 ranks, 4096 tokens a rank."""
     sizes = SIZES["236b"]
     routes = make_routes(4096, 16, sizes.top, "balanced", rank=0)
-    with fake_ranks(2), compat.caches_off(), compat.FakeTensorMode(allow_non_fake_inputs=True):
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            blocks = [ExpertLayer(sizes, 8, _fakes_of(routes), dist.group.WORLD, has_shared=True) for _ in range(layers)]
-            return predicted_row(torch.nn.Sequential(*blocks), torch.empty(4096, sizes.dim, requires_grad=True), layers)
-        finally:
-            torch.set_default_dtype(torch.float32)
+    fakes = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_ranks(2), compat.caches_off(), fakes, default_dtype(torch.bfloat16):
+        blocks = [ExpertLayer(sizes, 8, _fakes_of(routes), dist.group.WORLD, has_shared=True) for _ in range(layers)]
+        return predicted_row(torch.nn.Sequential(*blocks), torch.empty(4096, sizes.dim, requires_grad=True), layers)
 
 
 def _fakes_of(routes: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -51,9 +51,8 @@ def create_profile(calibration: Json, of_four: Json, base: Json) -> Json:
     for kind, curves in base["collectives"].items():
         made["collectives"][kind] = {**curves, **calibration["collectives"][kind]}
     made["collectives"]["all_to_all"]["4"] = of_four["collectives"]["all_to_all"]["4"]
-    fused = {kind: curves for kind, curves in of_four["fused"].items() if kind != "source"}
-    for kind, curves in fused.items():
-        made["fused"][kind]["4"] = curves["4"]
+    for kind in made["fused"].keys() - {"source"}:
+        made["fused"][kind]["4"] = of_four["fused"][kind]["4"]
     made["fused"]["source"] += f"; of 4 ranks: {of_four['fused']['source']}"
     sizes = " and ".join(str(r) for r in sorted({row[1] for row in others}))
     made["name"] = "h100"

@@ -21,10 +21,11 @@ from ..graph.sizes import is_same
 
 def read_in_order(graph: Graph) -> int:
     """Let finishes return their rows in the order in which the graph reads them, in place. Return how many do."""
-    count = 0
-    written = written_memory(graph)
     op = torch.ops.ub_overlap.finish_all_to_all.default
-    for finish in graph.find_nodes(op="call_function", target=op):
+    finishes = graph.find_nodes(op="call_function", target=op)
+    written = written_memory(graph) if finishes else set[Node]()
+    count = 0
+    for finish in finishes:
         if len(finish.users) != 1 or len(finish.args) == len(op._schema.arguments) or finish.kwargs:
             continue
         (index,) = finish.users

@@ -98,11 +98,13 @@ def _buckets(
         return None
     # The symbol with the widest range. All ranks trace the same names.
     main = min(symbols, key=lambda s: (-(ranges[s][1] or MOST_ROWS * 2) / max(1, ranges[s][0]), str(s)))
-    values = _values(*ranges[main])
-    rows_by_value = [rows.subs({**hints, main: value}) for value in values]
-    if not all(at.is_Integer for at in rows_by_value) or any(low >= high for low, high in pairwise(rows_by_value)):
-        return None  # rows that do not grow with the symbol
-    sizes_at = [(int(at), {**hints, main: value}) for at, value in zip(rows_by_value, values, strict=True)]
+    sizes_at: list[tuple[int, Hints]] = []
+    for value in _values(*ranges[main]):
+        known = {**hints, main: value}
+        at = evaluate_size(rows, known)
+        if at is None or (sizes_at and at <= sizes_at[-1][0]):
+            return None  # rows that do not grow with the symbol
+        sizes_at.append((at, known))
     inside = [at for at in sizes_at if settings.least_rows <= at[0] <= MOST_ROWS] or sizes_at[-1:]
     shapes = [shape for _, known in inside if (shape := shape_at(sizes, known)) is not None]
     if len(shapes) < len(inside):

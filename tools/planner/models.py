@@ -6,6 +6,8 @@ d width of a head. With context parallelism S is the share of its rank.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -190,6 +192,17 @@ def _local(parameter: Any) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let new tensors have `dtype` by default: a fake module cannot be cast afterwards."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def parallel_blocks(s: PlannedBlock, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None) -> nn.Module:
     """Return the blocks over `mesh`, whose dims are "dp", "cp" and "tp"; one of one rank is not there.
 
@@ -198,12 +211,8 @@ def parallel_blocks(s: PlannedBlock, mesh: DeviceMesh, expert_mesh: DeviceMesh |
     Tensor parallelism: DTensors, sequence-parallel norms, column- then row-parallel layers. Data parallelism shards weights
     over the ranks of context parallelism too.
     """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(TORCH_DTYPES[s.dtype])  # a fake module cannot be cast afterwards
-    try:
+    with default_dtype(TORCH_DTYPES[s.dtype]):
         blocks = Blocks(s, expert_mesh)
-    finally:
-        torch.set_default_dtype(before)
     if s.tp > 1:
         _parallelize(blocks, s, mesh["tp"])
     if s.cp > 1:
