@@ -149,4 +149,5 @@ class VariantRun:
             base = "compute" if "compute" in steps else next(iter(steps))
             slowest = max(range(len(ranks)), key=lambda rank: ranks[rank][base].total_us)
             row["waterfall"] = waterfall.compare(ranks[slowest], measured) | {"rank": slowest, "is_eager": is_eager}
+            row["waterfall"]["ranks"] = waterfall.by_rank(ranks)
         self.save()

@@ -221,6 +221,21 @@ def compare(steps: dict[str, StepTimes], measured_ms: dict[str, float], base: st
     return document
 
 
+def by_rank(ranks: Sequence[dict[str, StepTimes]]) -> dict[str, dict[str, list[float]]]:
+    """Return what each rank waits and what communication it exposes in all, in microseconds, by variant; none exposes nothing.
+
+    A rank that computes faster than its peers waits for them, in our kernels or in NCCL's. So the least of the ranks is what
+    the communication itself costs, and the rest the difference between the GPUs.
+    """
+    found = {}
+    for name in ranks[0]:
+        steps = [of_rank[name] for of_rank in ranks]
+        exposed = [communication_us({"classes": step.classes}) for step in steps]
+        if any(exposed):
+            found[name] = {"waits": [step.classes.get(WAITS, 0.0) for step in steps], "exposed": exposed}
+    return found
+
+
 def communication_us(entry: dict[str, Any]) -> float:
     """Return the exposed communication of a variant in microseconds, with its sums, and copies of what landed."""
     return float(sum(entry["classes"].get(kind, 0.0) for kind in _COMMUNICATION))
@@ -236,7 +251,18 @@ def section(row: dict[str, Any], what: str, style: str) -> list[str]:
     if "waterfall" not in row:
         return []
     kind, rank = "eager" if row["waterfall"].get("is_eager") else "captured", row["waterfall"].get("rank", 0)
-    return [f"{kind} step of {what}, microseconds by class, rank {rank}", text(row["waterfall"], style)]
+    parts = [f"{kind} step of {what}, microseconds by class, rank {rank}", text(row["waterfall"], style)]
+    if ranks := row["waterfall"].get("ranks"):
+        rows = [
+            {"of each rank, us": name, "exposed communication": _listed(v["exposed"]), "of these, waits": _listed(v["waits"])}
+            for name, v in ranks.items()
+        ]
+        parts.append(render_table(rows, style=style))
+    return parts
+
+
+def _listed(us: Sequence[float]) -> str:
+    return ", ".join(f"{one:.0f}" for one in us)
 
 
 def text(waterfall: dict[str, Any], style: str = "simple", kernels: int = 12) -> str:

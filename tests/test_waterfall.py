@@ -126,6 +126,17 @@ def test_the_difference_is_named() -> None:
     assert profiled["named"] == pytest.approx(1 - 4 / 41) and "measured_us" not in profiled
 
 
+def test_what_each_rank_waits() -> None:
+    """A rank that waits for a slower one is told from an exchange that all wait for. Compute exposes nothing."""
+    fast, slow = ({"ours": steps_of(our_step, late)[0], "compute": steps_of(compute_step)[0]} for late in (8.0, 0.0))
+    ranks = waterfall.by_rank([fast, slow])
+    assert ranks.keys() == {"ours"} and ranks["ours"]["waits"] == pytest.approx([11, 3])
+    assert ranks["ours"]["exposed"] == pytest.approx([36, 28])  # flags 5, sums 12, copies 6, pushes 2
+    row = {"waterfall": waterfall.compare(fast, {}) | {"rank": 0, "ranks": ranks}}
+    table = waterfall.section(row, "a block", "github")[-1].splitlines()
+    assert [cell.strip() for cell in table[-1].split("|")[1:-1]] == ["ours", "36, 28", "11, 3"]
+
+
 def test_the_table() -> None:
     steps = {"ours": steps_of(our_step)[0], "compute": steps_of(compute_step)[0]}
     stored = json.loads(json.dumps(waterfall.compare(steps, {"ours": 0.200, "compute": 0.160})))

@@ -4,9 +4,10 @@
     torchrun --nproc-per-node 2 -m benchmarks.expert_parallel --tiny --device cpu
 
 The variants are those of variants.py; --ours NAME=JSON adds one of ours with these options. vdev runs without ours (--variants
-compute,eager,vdev): it sets torch's symmetric memory to NVSHMEM for the whole process. Milliseconds, median over --iters,
-maximum over ranks; the variants alternate. All but compute are compared with eager, output and all gradients: one with wrong
-numbers gets no times. Peak memory: of a step, over what is allocated before it, without landing memory.
+compute,eager,vdev) and with TORCH_SYMMMEM=NVSHMEM, for torch's symmetric memory is NVSHMEM's in the whole process then.
+Milliseconds, median over --iters, maximum over ranks; the variants alternate. All but compute are compared with eager, output
+and all gradients: one with wrong numbers gets no times. Peak memory: of a step, over what is allocated before it, without
+landing memory.
 
 Variants of ours have predictions of their plans: what their collectives expose, next to the measured time over compute, and
 what they save against no overlap, next to what was saved of Inductor's time.
@@ -58,7 +59,7 @@ def parse_flags() -> argparse.Namespace:
         expected = f"sizes of {', '.join(SIZES)}, routings of {', '.join(ROUTINGS)}, variants of {', '.join(known)}"
         parser.error(f"{', '.join(unknown)}: expected {expected}")
     if SYMMETRIC in args.variants and {*args.options} & {*args.variants}:
-        parser.error(f"{SYMMETRIC} sets torch's symmetric memory to NVSHMEM for the whole process: run it without ours")
+        parser.error(f"{SYMMETRIC} needs NVSHMEM as torch's symmetric memory in the whole process: run it without ours")
     return args
 
 

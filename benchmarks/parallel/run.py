@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from ub_overlap.tools.rank_process import Deadline, World
 
-from .. import facts
+from .. import facts, gpu_clock
 from ..ranks import begin, end
 from ..replay_trace import prepare_for_captures
 from ..variant_run import VariantRun
@@ -76,16 +77,34 @@ class ParallelRun(VariantRun):
         `uncaptured`: why a variant is not captured, by name.
         """
         args, steps = self.args, {f"{name} step": v.step for name, v in variants.items()}
+        repeated: Mapping[str, Callable[[], Any]] = steps
         if args.graphs or args.waterfall == "captured":
             captured = dict(steps)
             for name, why in (uncaptured or {}).items():
                 row["variants"][name]["why"]["step_g"] = why
                 del captured[f"{name} step"]
-            replays = self.capture(captured, row["variants"])
+            repeated = replays = self.capture(captured, row["variants"])
             if args.waterfall == "captured":
                 self.waterfall(replays, row)
         if args.waterfall == "eager" and self.world.cuda:
             self.waterfall(steps, row, is_eager=True)
+        if args.clocks and self.world.cuda:
+            self.clocks(repeated, row)
+
+    def clocks(self, calls: Mapping[str, Callable[[], Any]], row: dict[str, Any]) -> None:
+        """Sample clock and power of each variant, on the rank with the lowest clock. `calls`: "VARIANT step"."""
+        for call, body in calls.items():
+            variant = row["variants"][call.rpartition(" ")[0]]
+            if not (ms := variant.get("step_g") or variant.get("step")):
+                continue
+            count = math.ceil(1e3 * gpu_clock.SECONDS / ms)  # equal on all ranks
+            with self.deadline(f"clocks of {call}"):
+                sampled, why = self.world.agreed(lambda body=body, count=count: gpu_clock.sample(body, count))
+            if why:
+                variant["why"]["clocks"] = why
+            else:
+                variant |= min(self.world.gather(sampled), key=lambda rank: rank["sm_mhz"])
+        self.save()
 
 
 def run_benchmark(

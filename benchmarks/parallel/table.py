@@ -66,6 +66,8 @@ def row_text(
         line["peak MiB"] = f"{v['peak_mib']:.0f}" if v.get("peak_mib") else "-"
         if any(one.get("arena_mib") for one in variants.values()):
             line["landing MiB so far"] = f"{v.get('arena_mib', 0):.0f}"
+        if any(one.get("sm_mhz") for one in variants.values()):
+            line |= {"SM MHz": f"{v['sm_mhz']:.0f}", "W": f"{v['watts']:.0f}"} if v.get("sm_mhz") else {"SM MHz": "-", "W": "-"}
         line["sites"] = v.get("sites") or "-"
         line["error"] = f"{v['error']:.1e}" if v.get("error") is not None else "-"
         lines.append(line)

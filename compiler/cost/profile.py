@@ -27,7 +27,7 @@ LAYOUTS = ("nt", "nn", "tn")
 DTYPES = ("bfloat16", "float16", "float32", "float8")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _ADDED = ("all_to_all",)
-"""Collectives that earlier versions did not measure. A profile without them is read; they are priced as pushes."""
+"""Collectives that earlier versions did not measure. A profile without them is read; they are priced as gathers."""
 _AGAIN = "create it again: torchrun --nproc-per-node N -m ub_overlap calibrate"
 
 

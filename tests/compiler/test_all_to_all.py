@@ -18,6 +18,7 @@ import ub_overlap
 from tests.compiler.dags import Dag, aten, c10d
 from tests.compiler.rank_compile import build
 from tests.cost.machine import PLAIN
+from tests.harness.profiles import stored, with_exchanges_as_pushes
 from tests.harness.ranks import RankPool
 from tests.models.compare import error, uncached, values
 from ub_overlap.compiler.cost import load
@@ -35,7 +36,7 @@ from ub_overlap.compiler.windows.node_times import NodeTimes
 from ub_overlap.compiler.windows.widen import widen_windows
 from ub_overlap.runtime import ops
 
-AUTO = Options(profile="h200", min_bytes=0)
+AUTO = Options(profile=stored(with_exchanges_as_pushes(load("h200"))), min_bytes=0)
 MOE = "tests.models.moe"
 compare_name = "tests.models.compare:compare"
 
@@ -236,9 +237,9 @@ def test_options_leave_it_alone(options: Options) -> None:
 
 def test_measured_curves_decide(tmp_path: Path) -> None:
     """Without a measured curve the time of the plain exchange is assumed, and every decision says so."""
-    decisions, _ = decided(expert_layer(MoEDag(), shared=1))
-    assert strategies(decisions) == ["split", "no_gain"]
-    assert all("has no times of all_to_all, which is assumed" in d.detail for d in decisions)
+    decisions, _ = decided(expert_layer(MoEDag(), shared=1), replace(AUTO, profile="h200"))
+    assert strategies(decisions) == ["split", "split"]
+    assert all("no times of all_to_all, which is assumed to take as long as an all_gather" in d.detail for d in decisions)
     for us, wanted in ((1.0, ["no_gain"] * 2), (1e4, ["split"] * 2)):
         curves = {**load("h200").collectives, "all_to_all": {2: ((1.0, us), (1e9, us + 1.0))}}
         path = tmp_path / f"{us}.json"
@@ -260,12 +261,11 @@ SPLIT: dict[str, Any] = {"inner": "aot_eager", "overrides": [{"kind": "all_to_al
 
 
 @pytest.fixture(scope="module")
-def slow_profile(tmp_path_factory: pytest.TempPathFactory) -> str:
+def slow_profile() -> str:
     """Return a profile in which a test's matmuls take 500 us, and exchanges 100 us."""
     compute = replace(PLAIN.compute, tflops={"bfloat16": 5e-5})
-    path = tmp_path_factory.mktemp("profile") / "slow.json"
-    path.write_text(replace(PLAIN, name="slow", compute=compute, push=((8, 1.0), (8e6, 1e6))).to_json())
-    return str(path)
+    slow = replace(PLAIN, name="slow", compute=compute, push=((8, 1.0), (8e6, 1e6)))
+    return stored(with_exchanges_as_pushes(slow))
 
 
 def test_auto(pool2: RankPool, slow_profile: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.compiler import rank_tokenwise
 from tests.compiler.rank_tokenwise import FORCE, SPLIT
 from tests.cost.machine import PLAIN
+from tests.harness.profiles import stored, with_exchanges_as_pushes
 from tests.harness.ranks import RankPool
 
 
@@ -62,13 +63,12 @@ def test_inductor(pool2: RankPool) -> None:
 
 
 @pytest.fixture(scope="module")
-def slow_profile(tmp_path_factory: pytest.TempPathFactory) -> str:
+def slow_profile() -> str:
     """Return a profile in which a matmul of experts takes 1700 us, an exchange 2700 us, and a launch nothing."""
     compute = replace(PLAIN.compute, tflops={"bfloat16": 2.4e-3}, launch_us=0.0)
-    path = tmp_path_factory.mktemp("profile") / "slow.json"
     key = {**PLAIN.key, "device": "cpu"}  # on a GPU tiles are padded
-    path.write_text(replace(PLAIN, name="slow", key=key, compute=compute, push=((8, 1.0), (8e6, 2.6e6))).to_json())
-    return str(path)
+    slow = replace(PLAIN, name="slow", key=key, compute=compute, push=((8, 1.0), (8e6, 2.6e6)))
+    return stored(with_exchanges_as_pushes(slow))
 
 
 def test_auto_in_halves(pool2: RankPool, slow_profile: str) -> None:

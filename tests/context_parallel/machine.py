@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from tests.harness.profiles import with_exchanges_as_pushes
 from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.cost.curve import Curve
 
@@ -28,5 +29,5 @@ def write_slow_profile(folder: Path) -> str:
         fast, name="slow", compute=compute, matmuls=(), checks=(), direct=None, push=_slower(fast.push), collectives=collectives
     )
     path = folder / "slow.json"
-    path.write_text(slow.to_json())
+    path.write_text(with_exchanges_as_pushes(slow).to_json())
     return str(path)

@@ -50,13 +50,19 @@ def test_many_small_pushes_have_their_latency() -> None:
 
 
 def test_measured_curves_come_first() -> None:
-    """By bytes that a rank sends and by ranks. Without a curve the time is assumed, and says so."""
+    """By bytes that a rank sends and by ranks. Without a curve it is that of a gather, and the decision says so.
+
+    Without that one it is the time of a push.
+    """
     shape = exchange(4, 4)
     assert collective_us(shape, MEASURED) == pytest.approx(9.0) and split_times(shape, 0, MEASURED).assumed == ""
-    assert collective_us(shape, PLAIN) == pytest.approx(15 + 3)
+    assert collective_us(shape, PLAIN) == pytest.approx(2 * 3)
     assert split_times(shape, 0, PLAIN).assumed == (
-        f"profile {PLAIN} has no times of all_to_all, which is assumed to run at the rate of pushes"
+        f"profile {PLAIN} has no times of all_to_all, which is assumed to take as long as an all_gather that sends as much"
     )
+    empty = replace(PLAIN, collectives={})
+    assert collective_us(shape, empty) == pytest.approx(15 + 3)
+    assert split_times(shape, 0, empty).assumed.endswith("assumed to run as pushes do")
     assert split_times(SiteShape("bulk_all_gather", 4, "bfloat16", (), 1 << 20, 1), 0, PLAIN).assumed == ""
 
 
