@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from ..graph.aten import (
     CUTS,
+    alias_base,
     aten,
     c10d,
     dtype_of,
@@ -216,9 +217,10 @@ def _size(node: Node) -> Size:
 
 
 def _passed(node: Node) -> list[Node]:
-    """Return the tensors whose elements `node` moves, casts, scales by a constant or adds to a gradient; none for other nodes.
+    """Return the tensors whose elements `node` moves, repeats, casts, scales by a constant or adds to a gradient; none for others.
 
-    A tensor of whose sizes `node` makes a new one counts too: compiled autograd copies gradients into such.
+    A tensor of whose sizes `node` makes a new one counts too: compiled autograd copies gradients into such. So does any other
+    that `node` is a view of: a `FusionOrder` puts views directly behind the wait.
     """
     effect = element_effect(node)
     if effect is not None:
@@ -226,7 +228,9 @@ def _passed(node: Node) -> list[Node]:
     if is_constant_scaling(node) or node.target is aten.new_empty_strided.default:
         return node.all_input_nodes
     accumulator = _accumulator(node)
-    return [n for n in node.all_input_nodes if n is not accumulator] if accumulator is not None else moved_tensors(node)
+    if accumulator is not None:
+        return [n for n in node.all_input_nodes if n is not accumulator]
+    return moved_tensors(node) or (node.all_input_nodes if alias_base(node) is not None else [])
 
 
 def _accumulator(node: Node) -> Node | None:

@@ -72,6 +72,27 @@ def test_a_reduction_that_is_copied_for_the_output() -> None:
     assert window.trail == (copied,) and [n.op for n in window.readers] == ["output"]
 
 
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_result_that_is_repeated(computes: bool) -> None:
+    """Each head of keys and values is repeated for several query heads: the finish stays in front of what reads the repeated.
+
+    Look-alike: a sum of the heads, which is computed where it stands.
+    """
+    d = Dag()
+    x, keys = d.input("x", 64, 64), d.input("keys", 32, 64)
+    gathered = d.gather(d.call(aten.relu.default, keys))
+    busy = d.mm(x, x)
+    heads = d.call(aten.expand.default, d.call(aten.view.default, gathered, [64, 1, 64]), [64, 2, 64])
+    if computes:
+        read = d.call(aten.sum.dim_IntList, heads, [1])
+        more = d.mm(x, read)
+    else:
+        read = d.call(aten.clone.default, heads)
+        more = d.call(aten.bmm.default, d.call(aten.reshape.default, read, [2, 64, 64]), d.input("other", 2, 64, 64))
+    last = read if computes else more
+    assert bounds(d, busy, more) == [("all_gather_into_tensor_default", last.name)]
+
+
 @pytest.mark.parametrize("write", [False, True])
 def test_a_reduction_that_is_added_to_a_gradient(write: bool) -> None:
     """Compiled autograd adds the microbatches' gradients in the graph. Look-alike: the first gradient is written later."""

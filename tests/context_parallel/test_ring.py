@@ -93,6 +93,8 @@ def test_grouped_heads(pool4: RankPool, options: dict[str, Any], rotation: str) 
         sent = [[d.bytes for d in plan.decisions if d.bytes is not None] for plan in plans]
         assert [[2 * n for n in graph] for graph in sent] == [[d.bytes for d in p.decisions if d.bytes] for p in before]
         assert all(d.saved_bytes == d.bytes for plan in plans for d in plan.decisions if d.bytes is not None)
+        hidden, hidden_before = ([[bool(d.paired) for d in p.decisions if d.bytes] for p in of] for of in (plans, before))
+        assert hidden == hidden_before and any(map(any, hidden))  # repeated heads are read where whole ones are
     assert len({tuple(plan.digest for plan in plans) for _, plans in half}) == 1
 
 
