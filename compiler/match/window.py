@@ -217,7 +217,7 @@ def _size(node: Node) -> Size:
 
 
 def _passed(node: Node) -> list[Node]:
-    """Return the tensors whose elements `node` moves, repeats, casts, scales by a constant or adds to a gradient; none for others.
+    """Return the tensors whose elements `node` moves, repeats, casts, scales or adds to a gradient; none for other nodes.
 
     A tensor of whose sizes `node` makes a new one counts too: compiled autograd copies gradients into such. So does any other
     that `node` is a view of: a `FusionOrder` puts views directly behind the wait.
