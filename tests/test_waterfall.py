@@ -127,7 +127,7 @@ def test_the_difference_is_named() -> None:
 
 
 def test_what_each_rank_waits() -> None:
-    """A rank that waits for a slower one is told from an exchange that all wait for. Compute exposes nothing."""
+    """A rank that waits for a slower one is distinguished from an exchange that all wait for. Compute exposes nothing."""
     fast, slow = ({"ours": steps_of(our_step, late)[0], "compute": steps_of(compute_step)[0]} for late in (8.0, 0.0))
     ranks = waterfall.by_rank([fast, slow])
     assert ranks.keys() == {"ours"} and ranks["ours"]["waits"] == pytest.approx([11, 3])

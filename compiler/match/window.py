@@ -17,7 +17,6 @@ from torch.fx import Graph, Node
 
 from ..graph.aten import (
     CUTS,
-    alias_base,
     aten,
     c10d,
     dtype_of,
@@ -31,6 +30,7 @@ from ..graph.aten import (
     storage_node,
     subgraphs_of,
     tensor_of,
+    view_base,
 )
 from ..graph.sizes import Size, is_same, is_same_shape, numel
 from ..joint.joint_decision import joint_decision
@@ -230,7 +230,8 @@ def _passed(node: Node) -> list[Node]:
     accumulator = _accumulator(node)
     if accumulator is not None:
         return [n for n in node.all_input_nodes if n is not accumulator]
-    return moved_tensors(node) or (node.all_input_nodes if alias_base(node) is not None else [])
+    base = view_base(node)
+    return moved_tensors(node) or ([] if base is None else [base])
 
 
 def _accumulator(node: Node) -> Node | None:

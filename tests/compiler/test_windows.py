@@ -93,6 +93,15 @@ def test_a_result_that_is_repeated(computes: bool) -> None:
     assert bounds(d, busy, more) == [("all_gather_into_tensor_default", last.name)]
 
 
+def test_a_result_that_is_written() -> None:
+    """Look-alike of a view: an op in place returns its input, and does not move."""
+    d = Dag()
+    x, keys = d.input("x", 64, 64), d.input("keys", 32, 64)
+    gathered = d.gather(d.call(aten.relu.default, keys))
+    written = d.call(aten.mul_.Tensor, gathered, 2.0)
+    assert bounds(d, d.mm(x, x), d.mm(x, written)) == [("all_gather_into_tensor_default", written.name)]
+
+
 @pytest.mark.parametrize("write", [False, True])
 def test_a_reduction_that_is_added_to_a_gradient(write: bool) -> None:
     """Compiled autograd adds the microbatches' gradients in the graph. Look-alike: the first gradient is written later."""

@@ -29,7 +29,7 @@ def test_sharded_weights_and_tensor_parallel(pool4: RankPool) -> None:
 
 
 def test_experts(pool2: RankPool) -> None:
-    check(pool2.run(ranks.experts, 1024), "split")
+    check(pool2.run(ranks.experts, 65536), "split")
 
 
 def test_replicated_weights(pool2: RankPool) -> None:
