@@ -47,6 +47,9 @@ def sample(call: Callable[[], Any], count: int) -> dict[str, float]:
             time.sleep(max(0.0, 0.3 - (time.monotonic() - begun)))  # a call of no time: nvidia-smi takes 0.1 s to begin
         finally:
             process.terminate()
-            process.wait(timeout=10)
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:  # it must not outlive the run, nor hide an error of the call
+                process.kill()
         out.seek(0)
         return median_of_samples(out.read())

@@ -83,7 +83,8 @@ class ParallelRun(VariantRun):
             for name, why in (uncaptured or {}).items():
                 row["variants"][name]["why"]["step_g"] = why
                 del captured[f"{name} step"]
-            repeated = replays = self.capture(captured, row["variants"])
+            replays = self.capture(captured, row["variants"])
+            repeated = {**steps, **replays}
             if args.waterfall == "captured":
                 self.waterfall(replays, row)
         if args.waterfall == "eager" and self.world.cuda:

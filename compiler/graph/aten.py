@@ -99,12 +99,6 @@ def alias_base(node: Node) -> Node | None:
     return node.all_input_nodes[0] if returns and returns[0].alias_info is not None else None
 
 
-def view_base(node: Node) -> Node | None:
-    """Return the only input of `node` if it is a view of it that writes nothing, else None. A wait is no view."""
-    is_view = len(node.all_input_nodes) == 1 and not is_mutable(node) and node.target is not c10d.wait_tensor.default
-    return alias_base(node) if is_view else None
-
-
 def is_mutable(node: Node) -> bool:
     """Return whether `node` writes to a tensor. Functional collectives and their waits only look impure."""
     schema = getattr(node.target, "_schema", None)

@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from torch.fx import Graph, Node
 
-from ..graph.aten import is_mutable, is_random, readers, view_base
+from ..graph.aten import alias_base, c10d, is_mutable, is_random, readers
 from ..plan.reasons import Reason
 from .site import Miss
 
@@ -129,7 +129,8 @@ def _with_early_views(graph: Graph) -> list[Node]:
     views: dict[Node, list[Node]] = {}
     order: list[Node] = []
     for n in graph.nodes:
-        base = view_base(n)
+        is_view = len(n.all_input_nodes) == 1 and not is_mutable(n) and n.target is not c10d.wait_tensor.default
+        base = alias_base(n) if is_view else None
         if base is not None and base.op != "placeholder":
             views.setdefault(base, []).append(n)
         else:

@@ -30,7 +30,6 @@ from ..graph.aten import (
     storage_node,
     subgraphs_of,
     tensor_of,
-    view_base,
 )
 from ..graph.sizes import Size, is_same, is_same_shape, numel
 from ..joint.joint_decision import joint_decision
@@ -204,7 +203,16 @@ def _trail_of(wait: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
 
 
 def _reads_some_shards(nodes: Sequence[Node], ranks: int) -> bool:
-    """Return whether `nodes` cut a gathered tensor into its shards and use some of them only."""
+    """Return whether `nodes`, in graph order, cut a gathered tensor into its shards and use some of them only.
+
+    What is cut behind an expand are repeated tensors: their parts are no shards.
+    """
+    repeated = set[Node]()
+    for node in nodes:
+        repeats = node.target is aten.expand.default and element_effect(node) is None
+        if repeats or any(i in repeated for i in node.all_input_nodes):
+            repeated.add(node)
+    nodes = [n for n in nodes if n not in repeated]
     for node in nodes:
         if node.target in CUTS and len(node.meta["val"]) == ranks:
             return len([u for u in node.users if u.users]) < ranks
@@ -219,8 +227,7 @@ def _size(node: Node) -> Size:
 def _passed(node: Node) -> list[Node]:
     """Return the tensors whose elements `node` moves, repeats, casts, scales or adds to a gradient; none for other nodes.
 
-    A tensor of whose sizes `node` makes a new one counts too: compiled autograd copies gradients into such. So does any other
-    that `node` is a view of: a `FusionOrder` puts views directly behind the wait.
+    A tensor of whose sizes `node` makes a new one counts too: compiled autograd copies gradients into such.
     """
     effect = element_effect(node)
     if effect is not None:
@@ -230,8 +237,7 @@ def _passed(node: Node) -> list[Node]:
     accumulator = _accumulator(node)
     if accumulator is not None:
         return [n for n in node.all_input_nodes if n is not accumulator]
-    base = view_base(node)
-    return moved_tensors(node) or ([] if base is None else [base])
+    return [node_arg(node)] if node.target is aten.expand.default else moved_tensors(node)
 
 
 def _accumulator(node: Node) -> Node | None:

@@ -71,5 +71,7 @@ def release_position(window: Window, found: Sequence[Node], order: FusionOrder, 
     others = [n for n in found if n not in own]
     if any(n in moving for n in others):
         return None
-    release, begin = max((order.span(n)[1] + 1 for n in others), default=0), order.position[window.collective.node]
+    # A copy of the trail that stands behind the finish stays there.
+    late = [*others, *(n for n in found if n in own and alias_base(n) is None)]
+    release, begin = max((order.span(n)[1] + 1 for n in late), default=0), order.position[window.collective.node]
     return None if any(begin < order.position[call] < release for call in window.calls) else release

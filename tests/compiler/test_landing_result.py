@@ -50,7 +50,29 @@ def test_a_cast_that_is_stored_is_a_reader() -> None:
     cast = d.call(prims.convert_element_type.default, d.gather(w), torch.float16)
     product = d.mm(d.call(prims.convert_element_type.default, x, torch.float16), cast)
     names, position = readers_of_first(d, product)
-    assert names == [cast.name] and position == 0, "the cast moves with the finish, and the release follows it"
+    assert names == [cast.name] and position is not None
+    assert list(d.graph.nodes)[position] is product.all_input_nodes[0], "the cast moves with the finish; the release follows it"
+
+
+@pytest.mark.parametrize("copied", ["repeated", "cast"])
+def test_a_copy_behind_the_first_reader_is_one(copied: str) -> None:
+    """A weight is copied once for each of two products. The second copy stays where it is, and the release follows it."""
+    d = Dag()
+    x, gathered = d.input("x", 64, 64), d.gather(d.input("primals_1", 32, 64))
+
+    def product() -> tuple[Node, Node]:
+        if copied == "cast":
+            copy = d.call(prims.convert_element_type.default, gathered, torch.float16)
+            return copy, d.mm(d.call(prims.convert_element_type.default, x, torch.float16), copy)
+        heads = d.call(aten.expand.default, d.call(aten.view.default, gathered, [1, 64, 64]), [2, 64, 64])
+        copy = d.call(aten.clone.default, heads)
+        return copy, d.mm(x, d.t(d.call(aten.view.default, copy, [128, 64])))
+
+    _, first = product()
+    between = d.mm(x, x)
+    late, second = product()
+    _, position = readers_of_first(d, first, between, second)
+    assert position is not None and FusionOrder(d.graph).items[position - 1] is late
 
 
 def saved(d: Dag, gathered: Node) -> Node:

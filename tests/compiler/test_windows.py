@@ -93,6 +93,20 @@ def test_a_result_that_is_repeated(computes: bool) -> None:
     assert bounds(d, busy, more) == [("all_gather_into_tensor_default", last.name)]
 
 
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_part_of_what_is_repeated_is_no_shard(repeats: bool) -> None:
+    """A causal rank attends to a half of the repeated keys. Look-alike: a rank of a ring reads one of the two shards."""
+    d = Dag()
+    keys = d.input("keys", 32, 64)
+    read = d.gather(d.call(aten.relu.default, keys))
+    if repeats:
+        heads = d.call(aten.expand.default, d.call(aten.view.default, read, [64, 1, 64]), [64, 2, 64])
+        read = d.call(aten.view.default, d.call(aten.clone.default, heads), [128, 64])
+    graph = d.output(d.call(aten.relu.default, d.call(aten.slice.Tensor, read, 0, 0, 64 if repeats else 32)))
+    window = WindowFinder(graph).find(find_collectives(graph)[0])
+    assert window.may_differ_by_rank is not repeats
+
+
 def test_a_result_that_is_written() -> None:
     """Look-alike of a view: an op in place returns its input, and does not move."""
     d = Dag()
