@@ -224,8 +224,8 @@ def compare(steps: dict[str, StepTimes], measured_ms: dict[str, float], base: st
 def by_rank(ranks: Sequence[dict[str, StepTimes]]) -> dict[str, dict[str, list[float]]]:
     """Return what each rank waits and what communication it exposes in all, in microseconds, by variant; none exposes nothing.
 
-    A rank that computes faster than its peers waits for them, in our kernels or in NCCL's. So the least of the ranks is what
-    the communication itself costs, and the rest the difference between the GPUs.
+    A rank that computes faster than its peers waits for them, in our kernels or in NCCL's. So the least of the ranks is
+    taken for what the communication itself costs.
     """
     found = {}
     for name in ranks[0]:

@@ -56,10 +56,10 @@ def use_symmetric_memory(model: nn.Module, rows: int) -> None:
         raise RuntimeError("NVSHMEM_DISABLE_NVLS=1 must be set: NVSHMEM uses multicast otherwise")
     if os.environ.get("TORCH_SYMMMEM") != "NVSHMEM":  # set_backend is refused: torch has used another one by then
         raise RuntimeError("TORCH_SYMMMEM=NVSHMEM must be set: torch takes other symmetric memory otherwise")
-    if (backend := symm_mem.get_backend(torch.device("cuda"))) != "NVSHMEM":
-        raise RuntimeError(f"torch's symmetric memory is that of {backend} in spite of TORCH_SYMMMEM=NVSHMEM")
     if not symm_mem.is_nvshmem_available():
         raise RuntimeError("this torch has no NVSHMEM")
+    if (backend := symm_mem.get_backend(torch.device("cuda"))) != "NVSHMEM":
+        raise RuntimeError(f"torch's symmetric memory is that of {backend} in spite of TORCH_SYMMMEM=NVSHMEM")
     layers = [m for m in model.modules() if isinstance(m, RoutedExperts)]
     group = layers[0].group
     assert group is not None

@@ -121,8 +121,9 @@ def why_assumed(shape: SiteShape, profile: Profile) -> str:
         return "" if profile.network.source.startswith("measured") else f"the network of profile {profile} is assumed"
     if profile.collectives.get(shape.collective):
         return ""
-    similar = _similar_curves(shape, profile) and _SIMILAR[shape.collective]
-    assumed = f"take as long as an {similar} that sends as much" if similar else "run as pushes do"
+    assumed = "run as pushes do"
+    if _similar_curves(shape, profile):
+        assumed = f"take as long as an {_SIMILAR[shape.collective]} that sends as much"
     return f"profile {profile} has no times of {shape.collective}, which is assumed to {assumed}"
 
 

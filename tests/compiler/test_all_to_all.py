@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,16 +234,15 @@ def test_options_leave_it_alone(options: Options) -> None:
     assert "start" not in order and all(d.reason is not None for d in decisions)
 
 
-def test_measured_curves_decide(tmp_path: Path) -> None:
+def test_measured_curves_decide() -> None:
     """Without a measured curve the time of the plain exchange is assumed, and every decision says so."""
     decisions, _ = decided(expert_layer(MoEDag(), shared=1), replace(AUTO, profile="h200"))
     assert strategies(decisions) == ["split", "split"]
     assert all("no times of all_to_all, which is assumed to take as long as an all_gather" in d.detail for d in decisions)
     for us, wanted in ((1.0, ["no_gain"] * 2), (1e4, ["split"] * 2)):
         curves = {**load("h200").collectives, "all_to_all": {2: ((1.0, us), (1e9, us + 1.0))}}
-        path = tmp_path / f"{us}.json"
-        path.write_text(replace(load("h200"), collectives=curves).to_json())
-        decisions, _ = decided(expert_layer(MoEDag(), shared=1), replace(AUTO, profile=str(path)))
+        path = stored(replace(load("h200"), collectives=curves))
+        decisions, _ = decided(expert_layer(MoEDag(), shared=1), replace(AUTO, profile=path))
         assert strategies(decisions) == wanted, [d.detail for d in decisions]
         assert not any("assumed" in d.detail for d in decisions)
 

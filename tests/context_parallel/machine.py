@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-from tests.harness.profiles import with_exchanges_as_pushes
+from tests.harness.profiles import stored, with_exchanges_as_pushes
 from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.cost.curve import Curve
 
@@ -16,8 +15,8 @@ def _slower(curve: Curve) -> Curve:
     return type(curve)((size, us * SLOWER_LINK) for size, us in curve)
 
 
-def write_slow_profile(folder: Path) -> str:
-    """Write the profile of an H200 with slower arithmetic, memory and links. Return its path."""
+def slow_profile() -> str:
+    """Return the path of the profile of an H200 with slower arithmetic, memory and links."""
     fast = load("h200")
     compute = replace(
         fast.compute,
@@ -28,6 +27,4 @@ def write_slow_profile(folder: Path) -> str:
     slow = replace(
         fast, name="slow", compute=compute, matmuls=(), checks=(), direct=None, push=_slower(fast.push), collectives=collectives
     )
-    path = folder / "slow.json"
-    path.write_text(with_exchanges_as_pushes(slow).to_json())
-    return str(path)
+    return stored(with_exchanges_as_pushes(slow))

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.context_parallel.machine import write_slow_profile
 from tests.context_parallel.rank_attention import compare_forms
 from tests.harness.ranks import RankPool
 from ub_overlap.compiler.plan.plan import Plan
-
-
-@pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder: Path = tmp_path_factory.mktemp("profile")
-    return {"inner": "aot_eager", "profile": write_slow_profile(folder), "min_bytes": 0}
 
 
 def strategies(plans: list[Plan]) -> list[list[str]]:

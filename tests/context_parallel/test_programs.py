@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.context_parallel.machine import write_slow_profile
 from tests.context_parallel.rank_programs import (
     compare_flex_attention,
     compare_torchtitan,
@@ -15,11 +14,6 @@ from tests.context_parallel.rank_programs import (
 )
 from tests.harness.ranks import RankPool
 from ub_overlap.compiler.plan.plan import Plan
-
-
-@pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return {"inner": "aot_eager", "profile": write_slow_profile(tmp_path_factory.mktemp("profile")), "min_bytes": 0}
 
 
 def sites(plan: Plan) -> Counter[str]:

@@ -8,17 +8,11 @@ from typing import Any
 import pytest
 
 from tests.context_parallel import rank_own_ring
-from tests.context_parallel.machine import write_slow_profile
 from tests.context_parallel.rank_attention import compare_forms
 from tests.context_parallel.test_gathered import strategies
 from tests.harness.ranks import RankPool
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.strategy import Mode
-
-
-@pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return {"inner": "aot_eager", "profile": write_slow_profile(tmp_path_factory.mktemp("profile")), "min_bytes": 0}
 
 
 def counts(plans: list[Plan]) -> list[dict[str, int]]:

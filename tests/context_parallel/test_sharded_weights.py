@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.context_parallel import machine
-from tests.context_parallel.machine import write_slow_profile
 from tests.context_parallel.rank_sharded_weights import LAYERS, MATRICES, NORMS, compare_with_sharded_weights
 from tests.harness.ranks import RankPool
 from ub_overlap.compiler.plan.decision import Decision
@@ -21,11 +19,6 @@ from ub_overlap.compiler.plan.strategy import Mode
 
 WEIGHTS = NORMS + MATRICES
 Results = list[tuple[float, float, list[Plan]]]
-
-
-@pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return {"inner": "aot_eager", "profile": write_slow_profile(tmp_path_factory.mktemp("profile")), "min_bytes": 0}
 
 
 @dataclass(frozen=True)
@@ -121,11 +114,11 @@ def test_inductor(pool2: RankPool, options: dict[str, Any]) -> None:
     check(results, GATHERED, layers=1)
 
 
-def test_four_ranks_of_a_balanced_ring(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_ranks_of_a_balanced_ring(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With little landing memory, weights are split or hidden behind other matmuls, by one plan on all ranks."""
     monkeypatch.setattr(machine, "SLOWER_COMPUTE", 27157)
     monkeypatch.setattr(machine, "SLOWER_LINK", 7.4)
-    scarce = {**options, "profile": write_slow_profile(tmp_path), "split_bytes": 100_000}
+    scarce = {**options, "profile": machine.slow_profile(), "split_bytes": 100_000}
     with RankPool(4) as pool:  # ranks that disagree cannot use the group again
         results = pool.run(compare_with_sharded_weights, "ring", scarce, "allgather", layers=1, positions=256)
     assert len({tuple(plan.digest for plan in plans) for _, _, plans in results}) == 1

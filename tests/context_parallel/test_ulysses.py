@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from tests.context_parallel.machine import write_slow_profile
 from tests.context_parallel.rank_attention import compare_forms
 from tests.harness.ranks import RankPool
-
-
-@pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return {"inner": "aot_eager", "profile": write_slow_profile(tmp_path_factory.mktemp("profile")), "min_bytes": 0}
 
 
 def test_heads_are_exchanged_behind_projections(pool2: RankPool, options: dict[str, Any]) -> None:
