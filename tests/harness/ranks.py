@@ -59,7 +59,11 @@ class RankError(RuntimeError):
 
 
 class RankDied(RuntimeError):
-    """A rank's process ended while it ran a function."""
+    """A rank's process ended while it ran a function.
+
+    The text holds its stacks, after a signal such as SIGSEGV or SIGABRT, and all functions that the process had run before: one
+    of them may have corrupted its heap.
+    """
 
 
 class RankTimeout(TimeoutError):
@@ -146,6 +150,7 @@ def _broke_a_group(error: BaseException) -> bool:
 def _serve(rank: int, world: int, port: int, timeout: float, folder: str, pipe: Connection) -> None:
     """Run one worker: join the world, then run jobs until the pipe closes."""
     stacks = Path(folder, f"stacks.{rank}").open("w")  # noqa: SIM115 (open as long as the process lives)
+    faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     import torch
     import torch.distributed as dist
@@ -190,6 +195,7 @@ class RankPool:
         self._pipes: list[Connection] = []
         self._folder = ""
         self._store: Any = None
+        self._names: list[str] = []  # of the functions that these processes have run
         atexit.register(self.close)
 
     def __enter__(self) -> RankPool:
@@ -222,6 +228,7 @@ class RankPool:
             for pipe in self._pipes:
                 pipe.send_bytes(job)
             answers = self._collect(timeout, name_of(function))
+            self._names.append(name_of(function))
         except BaseException:
             self.close()
             raise
@@ -240,7 +247,7 @@ class RankPool:
             kill_process(process)
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes, self._store = [], [], None
+        self._processes, self._pipes, self._store, self._names = [], [], None, []
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = ""
@@ -282,7 +289,9 @@ class RankPool:
                 except (EOFError, OSError):
                     self._processes[rank].join(1)
                     code = self._processes[rank].exitcode
-                    raise RankDied(f"{what}: the process of rank {rank} of {self.world} ended with code {code}") from None
+                    end = f"the process of rank {rank} of {self.world} ended with code {code}"
+                    before = ", ".join(self._names) or "nothing"
+                    raise RankDied(f"{what}: {end}\n{self._read_stacks([rank])}\nrun before: {before}") from None
                 if answers[rank][0] in ("error", "broken") and not failed:
                     failed, deadline = True, min(deadline, time.monotonic() + GRACE)
         return answers
@@ -293,6 +302,10 @@ class RankPool:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.3)
+        return self._read_stacks(ranks)
+
+    def _read_stacks(self, ranks: Any) -> str:
+        """Return the stacks that ranks have written: on request, or when a signal ended them."""
         files = {rank: Path(self._folder, f"stacks.{rank}") for rank in ranks}
         return "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists())
 

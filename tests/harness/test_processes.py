@@ -10,7 +10,7 @@ import pytest
 from tests.harness import rank_processes
 from tests.harness.outcomes import observe_ranks
 from tests.harness.processes import READ_AT_IMPORT, kill_process, start_process
-from tests.harness.ranks import WAIT_S, RankError, RankPool
+from tests.harness.ranks import WAIT_S, RankDied, RankError, RankPool
 
 FUNCTION = f"{rank_processes.__name__}:state"
 
@@ -49,3 +49,16 @@ def test_settings_of_a_job_end_with_it() -> None:
     with RankPool(2) as pool:
         first, second = (pool.run(rank_processes.configure, 2.0) for _ in range(2))
         assert first == second == [WAIT_S] * 2
+
+
+def test_stacks_of_a_dead_rank() -> None:
+    """The error names the line of a rank that a signal has ended, and what its process ran before."""
+    with RankPool(2) as pool:
+        pool.run(rank_processes.configure, 2.0)
+        with pytest.raises(RankDied) as caught:
+            pool.run(rank_processes.die)
+        assert not pool.pids
+    text = str(caught.value)
+    assert "process of rank 1 of 2 ended with code -6" in text and "Fatal Python error: Aborted" in text
+    assert "rank_processes.py" in text and " in die" in text
+    assert text.endswith(f"run before: {rank_processes.__name__}:configure")
