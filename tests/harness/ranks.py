@@ -221,14 +221,15 @@ class RankPool:
 
         `timeout`: seconds; RankTimeout after that, with the stacks of the ranks that are late.
         """
-        job = pickle.dumps(_Job(name_of(function), args, kwargs, list(sys.path), env or {}))
+        name = name_of(function)
+        job = pickle.dumps(_Job(name, args, kwargs, list(sys.path), env or {}))
         if not self._processes:
             self._start()
         try:
             for pipe in self._pipes:
                 pipe.send_bytes(job)
-            answers = self._collect(timeout, name_of(function))
-            self._names.append(name_of(function))
+            answers = self._collect(timeout, name)
+            self._names.append(name)
         except BaseException:
             self.close()
             raise
