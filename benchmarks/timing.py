@@ -19,13 +19,15 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call with work that is issued before the clock starts."""
+    """A call with work that is issued before the clock starts. `count`: calls in a row; the time is that of one."""
 
     before: Call
     call: Call
+    count: int = 1
 
     def __call__(self) -> None:
-        self.call()
+        for _ in range(self.count):
+            self.call()
 
 
 class Clock:
@@ -41,18 +43,20 @@ class Clock:
     def time_call(self, call: Call) -> float:
         """Return the milliseconds of one call on this rank."""
         self.together()
+        count = 1
         if isinstance(call, Prepared):
             call.before()
+            count = call.count
         if not self.world.cuda:
             begin = time.perf_counter()
             call()
-            return 1e3 * (time.perf_counter() - begin)
+            return 1e3 * (time.perf_counter() - begin) / count
         begin, end = self.marks
         begin.record()
         call()
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end)
+        return begin.elapsed_time(end) / count
 
     def rounds(self, calls: Mapping[str, Call], count: int, warm: int) -> tuple[dict[str, float], dict[str, float]]:
         """Return medians and interquartile ranges in ms by name, each of the slowest rank. Calls alternate within a round."""

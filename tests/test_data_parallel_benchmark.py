@@ -53,6 +53,8 @@ def test_data_parallel_on_cpu_ranks(
         str(path),
         "--graphs",
         "--forward",
+        "--steady",
+        "2",
     ]
     arguments += ["--variants", "compute,inductor,inductor_overlap,fsdp2,fsdp2_ours,ddp,ddp_ours,step,step_ours,ours"]
     out = on_cpu_ranks(2, "benchmarks.data_parallel", [*arguments, "--ours", split, "--ours", 'off={"overlap": "off"}'])
@@ -65,7 +67,7 @@ def test_data_parallel_on_cpu_ranks(
     assert list(variants) == names
     assert "inductor_overlap needs --compiler inductor, not aot_eager" in variants.pop("inductor_overlap")["why"]["*"]
     for name, variant in variants.items():
-        assert variant["step"] > 0 and (variant.get("forward", 0) > 0) == (name not in STEPS), name
+        assert variant["step"] > 0 and variant["step_s"] > 0 and (variant.get("forward", 0) > 0) == (name not in STEPS), name
         assert variant["why"] == {"step_g": "needs CUDA"}
     assert all(0 <= variants[name]["error"] < 1e-3 for name in ("fsdp2_ours", "ddp", "ddp_ours", *STEPS))
     assert variants["step_ours"]["sites"] == "36 none", "these sites are tiny"

@@ -8,12 +8,16 @@ from typing import Any
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --ours, --compiler, --iters, --warm, --forward, --clocks, --budget-s, --deadline-s, --device and --json."""
+    """Add --ours, --compiler, --iters, --warm, --forward, --steady, --clocks, --budget-s, --deadline-s, --device and --json."""
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=JSON", help="one of ours with these options")
     parser.add_argument("--compiler", choices=("inductor", "aot_eager"), help="default: inductor on CUDA, aot_eager on the CPU")
     parser.add_argument("--iters", type=int, default=15)
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--forward", action="store_true", help="time the forward without gradients too; it compiles again")
+    parser.add_argument(
+        "--steady", type=int, default=0, metavar="N",
+        help="time N steps in a row too, behind one that does not count: the host is ahead of the GPU, as in training",
+    )  # fmt: skip
     parser.add_argument("--clocks", action="store_true", help="sample clock and power of the GPU during each step")
     parser.add_argument("--budget-s", type=float, default=0.0, help="build nothing new after this many seconds (0: no limit)")
     parser.add_argument("--deadline-s", type=float, default=240.0, help="time limit of a compilation or a round")

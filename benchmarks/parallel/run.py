@@ -14,6 +14,7 @@ from ub_overlap.tools.rank_process import Deadline, World
 from .. import facts, gpu_clock
 from ..ranks import begin, end
 from ..replay_trace import prepare_for_captures
+from ..timing import Prepared
 from ..variant_run import VariantRun
 from .variant import ParallelVariant, differences
 
@@ -64,10 +65,13 @@ class ParallelRun(VariantRun):
                 rows[name]["worst"] = self.remove_wrong(name, errors, why, self.bound[self.dtype], variants, rows)
 
     def time_all(self, variants: dict[str, ParallelVariant], row: dict[str, Any]) -> None:
-        """Time the steps of all variants, and their forwards with --forward."""
+        """Time the steps of all variants, their forwards with --forward, and steps in a row with --steady."""
         for kind in ("step", "forward") if self.args.forward else ("step",):
             calls = {name: getattr(v, kind) for name, v in variants.items() if kind == "step" or v.has_forward}
             self.rounds({f"{name} {kind}": call for name, call in calls.items()}, row["variants"])
+        if count := self.args.steady:
+            in_a_row = {f"{name} step": Prepared(v.step, v.step, count) for name, v in variants.items()}
+            self.rounds(in_a_row, row["variants"], "_s")
 
     def take_apart(
         self, variants: dict[str, ParallelVariant], row: dict[str, Any], uncaptured: Mapping[str, str] | None = None
