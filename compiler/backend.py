@@ -104,7 +104,7 @@ def _inductor_options(ours: Options, theirs: dict[str, Any], mode: str | None, i
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
     if ours.fp8.is_on:
         patches.setdefault("realize_opcount_threshold", MOST_FUSED_OPERATIONS)
-    for name, value in compat.reordering_options().items():  # the pass may turn them off for one graph (compat.keep_order)
+    for name, value in compat.ordering_options().items():  # the pass may change them for one graph (keep_order)
         patches.setdefault(name, value)
     patches |= estimate_own_ops(patches)
     joint_snapshot = JointSnapshot()

@@ -41,6 +41,7 @@ from .graph.joint_graph import drop_unread
 from .graph.repeated_waits import drop_repeated_waits
 from .graph.source_location import calling_line
 from .graph.traced_graph import is_planned
+from .inductor import keep_order
 from .joint.activation_memory import apply_save_policy
 from .joint.decompose_collectives import decompose_collectives, may_decompose
 from .joint.exchange_sizes import keep_exchange_sizes, may_keep_sizes
@@ -231,7 +232,7 @@ class RewritePass(_Pass):
         if any(map(is_planned, graph.nodes)):  # apply_passes has rewritten it; windows are placed
             restore_places(graph)
             if self.options.inner == "inductor":
-                compat.keep_order()
+                keep_order()
             return
         if self.options.fp8.is_on:
             copy_returned_casts(graph)
@@ -256,7 +257,7 @@ class RewritePass(_Pass):
         recorder.before(decided.chosen)
         outputs = Outputs.of(graph, phase == "backward", restores_strides=self.options.inner == "inductor")
         if decided.layout is not None and self.options.inner == "inductor":
-            compat.keep_order()
+            keep_order()
         rewrite(graph, decided.chosen, outputs, self.options.verify, decided.layout)
         is_fused = any(isinstance(site.site, Fused) for site in decided.chosen)
         if self.options.pack != "off" and is_fused and decided.layout is None:  # else matmuls have places in windows

@@ -10,7 +10,13 @@ from ub_overlap.compiler.text.table import render_table
 
 from ..waterfall import communication_us
 
-KINDS = {"step": "fwd + bwd", "step_s": "fwd + bwd, steady", "forward": "fwd", "step_g": "fwd + bwd (g)", "forward_g": "fwd (g)"}
+KINDS = {
+    "step": "fwd + bwd",
+    "step_s": "fwd + bwd, steady",
+    "forward": "fwd",
+    "step_g": "fwd + bwd (g)",
+    "forward_g": "fwd (g)",
+}
 COMPUTE = "compute"
 
 

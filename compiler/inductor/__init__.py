@@ -1,7 +1,8 @@
-"""What the backend changes in Inductor: lowerings of our ops, their times, and workarounds for bugs."""
+"""What the backend changes in Inductor: lowerings of our ops, their times, the order of kernels, and workarounds for bugs."""
 
 from .bug_patches import apply_bug_patches
+from .kernel_order import keep_order
 from .op_lowerings import register_lowerings
 from .runtime_estimates import estimate_own_ops
 
-__all__ = ["apply_bug_patches", "estimate_own_ops", "register_lowerings"]
+__all__ = ["apply_bug_patches", "estimate_own_ops", "keep_order", "register_lowerings"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from ub_overlap._versions import SUPPORTED_TORCH
@@ -163,24 +164,28 @@ def inductor_modes() -> list[str]:
 
 _REORDERING = ("reorder_for_peak_memory", "enable_simple_overlap")
 """Inductor's passes that move ops past each other, where the release has them."""
+_AFTER_FUSION = "_post_fusion_custom_pass"
+"""Inductor's hook for its nodes behind fusion."""
 
 
-def reordering_options() -> dict[str, Any]:
-    """Return the values of Inductor's options that let it reorder a graph."""
+def ordering_options() -> dict[str, Any]:
+    """Return the values of Inductor's options that `keep_order` changes."""
     config = __getattr__("inductor_config")
     known = config.get_config_copy()
-    return {name: known[name] for name in known if name.split(".")[-1] in _REORDERING}
+    return {name: known[name] for name in known if name.split(".")[-1] in (*_REORDERING, _AFTER_FUSION)}
 
 
-def keep_order() -> None:
-    """Let Inductor keep the order of the graph that it compiles now.
+def keep_order(after_fusion: Callable[[list[Any]], list[Any]]) -> None:
+    """Let Inductor keep the order of the graph that it compiles now. `after_fusion`: sorts its nodes, behind a user's pass.
 
     The options must be among the patches of the compilation: Inductor restores those after each graph.
     """
     config = __getattr__("inductor_config")
-    for name in reordering_options():
+    theirs = getattr(config, _AFTER_FUSION)
+    for name in ordering_options():
         section, _, option = name.rpartition(".")
         setattr(getattr(config, section) if section else config, option, False)
+    setattr(config, _AFTER_FUSION, after_fusion if theirs is None else lambda nodes: after_fusion(theirs(nodes)))
 
 
 def caches_off() -> Any:
