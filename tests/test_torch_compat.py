@@ -62,3 +62,13 @@ def test_factor_of_a_premultiplied_sum() -> None:
     assert _fsdp_compat.premul_factor(old(0.25) if old is not None else premul(0.25)) == 0.25
     assert _fsdp_compat.premul_factor(dist.ReduceOp.SUM) is None
     assert _fsdp_compat.premul_factor(dist.ReduceOp(dist.ReduceOp.AVG)) is None
+
+
+def test_a_users_pass_behind_fusion_runs_in_front_of_ours() -> None:
+    """Inductor has one hook for both. What it held comes back with its other options."""
+    config = _torch_compat.__getattr__("inductor_config")
+    with config.patch(_torch_compat.ordering_options() | {"_post_fusion_custom_pass": lambda nodes: [*nodes, "theirs"]}):
+        _torch_compat.keep_order(lambda nodes: [*nodes, "ours"])
+        assert config._post_fusion_custom_pass(["node"]) == ["node", "theirs", "ours"]
+        assert not config.reorder_for_peak_memory
+    assert config._post_fusion_custom_pass is None

@@ -181,11 +181,16 @@ def keep_order(after_fusion: Callable[[list[Any]], list[Any]]) -> None:
     The options must be among the patches of the compilation: Inductor restores those after each graph.
     """
     config = __getattr__("inductor_config")
-    theirs = getattr(config, _AFTER_FUSION)
-    for name in ordering_options():
+    for name, theirs in ordering_options().items():
         section, _, option = name.rpartition(".")
-        setattr(getattr(config, section) if section else config, option, False)
-    setattr(config, _AFTER_FUSION, after_fusion if theirs is None else lambda nodes: after_fusion(theirs(nodes)))
+        value: Any = False
+        if option == _AFTER_FUSION:
+            value = after_fusion if theirs is None else functools.partial(_both, theirs, after_fusion)
+        setattr(getattr(config, section) if section else config, option, value)
+
+
+def _both(first: Callable[[Any], Any], second: Callable[[Any], Any], given: Any) -> Any:
+    return second(first(given))
 
 
 def caches_off() -> Any:
