@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
 
 
@@ -45,3 +46,10 @@ def die(rank: int, world: int) -> None:
     """Abort as glibc does when it finds a corrupted heap, on the last rank."""
     if rank == world - 1:
         os.abort()
+
+
+def fail_alone(rank: int, world: int) -> None:
+    """Rank 1 raises while rank 0 waits for it."""
+    if rank == 1:
+        raise ValueError("alone")
+    time.sleep(60)

@@ -48,13 +48,16 @@ GRACE = 5.0  # seconds for the other ranks to finish after one has failed
 
 
 class RankError(RuntimeError):
-    """One or more ranks raised. `failures` maps rank -> (exception type name, message, traceback text)."""
+    """One or more ranks raised. `failures` maps rank -> (exception type name, message, traceback text).
 
-    def __init__(self, world: int, failures: dict[int, tuple[str, str, str]], unfinished: list[int]) -> None:
+    `stacks`: of the ranks that had not finished, and what all had run before: one of these may have left the group out of step.
+    """
+
+    def __init__(self, world: int, failures: dict[int, tuple[str, str, str]], unfinished: list[int], stacks: str) -> None:
         self.failures = failures
         parts = [f"rank {rank} of {world} raised {failure[0]}:\n{failure[2]}" for rank, failure in sorted(failures.items())]
         if unfinished:
-            parts.append(f"ranks {unfinished} did not finish within {GRACE:g} s after that and were killed")
+            parts.append(f"ranks {unfinished} did not finish within {GRACE:g} s after that and were killed\n{stacks}")
         super().__init__("\n".join(parts))
 
 
@@ -229,17 +232,18 @@ class RankPool:
             for pipe in self._pipes:
                 pipe.send_bytes(job)
             answers = self._collect(timeout, name)
-            self._names.append(name)
         except BaseException:
             self.close()
             raise
         failures = {rank: payload for rank, (kind, payload) in answers.items() if kind != "result"}
+        unfinished = [rank for rank in range(self.world) if rank not in answers]
+        stacks = f"{self._stacks(unfinished)}\n{self._run_before()}" if unfinished else ""
+        self._names.append(name)
         if failures:
-            unfinished = [rank for rank in range(self.world) if rank not in answers]
             in_step = len(failures) == self.world and len({failure[0] for failure in failures.values()}) == 1
             if not in_step or any(kind == "broken" for kind, _ in answers.values()):
                 self.close()
-            raise RankError(self.world, failures, unfinished)
+            raise RankError(self.world, failures, unfinished, stacks)
         return [answers[rank][1] for rank in range(self.world)]
 
     def close(self) -> None:
@@ -291,11 +295,13 @@ class RankPool:
                     self._processes[rank].join(1)
                     code = self._processes[rank].exitcode
                     end = f"the process of rank {rank} of {self.world} ended with code {code}"
-                    before = ", ".join(self._names) or "nothing"
-                    raise RankDied(f"{what}: {end}\n{self._read_stacks([rank])}\nrun before: {before}") from None
+                    raise RankDied(f"{what}: {end}\n{self._read_stacks([rank])}\n{self._run_before()}") from None
                 if answers[rank][0] in ("error", "broken") and not failed:
                     failed, deadline = True, min(deadline, time.monotonic() + GRACE)
         return answers
+
+    def _run_before(self) -> str:
+        return f"run before: {', '.join(self._names) or 'nothing'}"
 
     def _stacks(self, ranks: Any) -> str:
         """Return the Python stacks of all threads of ranks that are still running."""

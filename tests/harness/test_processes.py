@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.harness import rank_processes
+from tests.harness import rank_processes, ranks
 from tests.harness.outcomes import observe_ranks
 from tests.harness.processes import READ_AT_IMPORT, kill_process, start_process
 from tests.harness.ranks import WAIT_S, RankDied, RankError, RankPool
@@ -61,4 +61,18 @@ def test_stacks_of_a_dead_rank() -> None:
     text = str(caught.value)
     assert "process of rank 1 of 2 ended with code -6" in text and "Fatal Python error: Aborted" in text
     assert "rank_processes.py" in text and " in die" in text
+    assert text.endswith(f"run before: {rank_processes.__name__}:configure")
+
+
+def test_stacks_of_a_rank_that_waits_for_a_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the line where it waits, and what the ranks ran before: that may have left their group out of step."""
+    monkeypatch.setattr(ranks, "GRACE", 0.5)
+    with RankPool(2) as pool:
+        pool.run(rank_processes.configure, 2.0)
+        with pytest.raises(RankError) as caught:
+            pool.run(rank_processes.fail_alone)
+        assert not pool.pids
+    text = str(caught.value)
+    assert "rank 1 of 2 raised ValueError" in text and "ranks [0] did not finish within 0.5 s" in text
+    assert " in fail_alone" in text.partition("did not finish")[2]
     assert text.endswith(f"run before: {rank_processes.__name__}:configure")
