@@ -25,7 +25,8 @@ def compile_parts(
     inputs = list(example_inputs)
     seconds = [inputs[i] for i in parts.kept] + [n.meta["val"] for n in parts.values]
     _keep_strides(parts.first.graph, range(parts.results, parts.results + len(parts.values)))
-    first = inner(parts.first, inputs, **kwargs)
+    with compat.restored_order():  # else the second part would be compiled with what the first has changed
+        first = inner(parts.first, inputs, **kwargs)
     _keep_strides(parts.second.graph, ())
     second = inner(parts.second, seconds, **{**kwargs, "static_input_idxs": ()})
     return parts.joined(first, second)

@@ -1,75 +1,122 @@
-"""The order of a graph after Inductor has fused its nodes: that of the plan again, as far as dependencies allow.
+"""The order of a graph's kernels in Inductor's scheduler: that of the plan, where fusion leaves a choice.
 
 Inductor puts a kernel fused from several nodes at the place of the first one, and everything it depends on in front of it.
-A kernel that adds to the gradient of one layer and sums that of another then draws whole layers forward, past the starts of
-collectives that they were to hide.
+A kernel that sums the norms of two layers then draws whole layers forward, past the starts of collectives that they were to
+hide. And it merges nodes so that one collective comes to depend on a later one.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.runtime import ops
 
-_COMMUNICATION = ("ub_overlap", "_c10d_functional")
-"""Namespaces of ops that stay in the order of the graph among each other: ranks whose kernels differ must agree on it."""
+log = logging.getLogger(__name__)
 
 
 def keep_order() -> None:
     """Let Inductor keep the order of the graph that it compiles now: it moves nothing, and what fusion moved goes back."""
-    compat.keep_order(in_order)
+    compat.keep_order(chain_collectives, in_order)
+
+
+def chain_collectives(kernels: Sequence[Any]) -> list[Any]:
+    """Let each communicating op of Inductor's nodes, in front of fusion, depend on the one before it. Return the nodes.
+
+    Fusion then merges no nodes that would reverse two of them: all ranks must issue them in one order.
+    """
+    chain = [kernel for kernel in kernels if _communicates(kernel)]
+    for before, behind in pairwise(chain):
+        behind.add_fake_dep(compat.ordering_dependency(next(iter(before.get_buffer_names())), behind.get_name()))
+    if len(chain) > 1:
+        _extend_ancestors(kernels)
+    return list(kernels)
+
+
+def _extend_ancestors(kernels: Sequence[Any]) -> None:
+    """Add to the ancestors of nodes, by which fusion finds cycles, what they depend on since Inductor has computed them."""
+    of_buffer = {name: kernel for kernel in kernels for name in kernel.get_buffer_names()}
+    for kernel in kernels:  # each behind all that it depends on
+        for needed in kernel.unmet_dependencies:
+            source = of_buffer.get(needed.name)
+            if source is not None and source is not kernel:
+                own = kernel.scheduler.name_to_buf[needed.name].defining_op_name()
+                kernel.ancestors = kernel.ancestors | source.ancestors | {own}
+        for part in kernel.get_nodes():
+            part.ancestors = kernel.ancestors
 
 
 def in_order(kernels: Sequence[Any]) -> list[Any]:
-    """Return Inductor's nodes behind fusion so that each runs at the place of its first operation, or when it is ready.
+    """Return Inductor's nodes, behind fusion, so that each runs at the place of its first operation, or when it is ready.
 
-    A kernel that is not ready draws nothing forward; what reads it waits with it.
+    A kernel that is not ready draws nothing forward; what reads it waits with it. What a communicating op reads is drawn
+    forward to the place of that op, unless another one is in between.
     """
     of_buffer = {name: i for i, kernel in enumerate(kernels) for name in kernel.get_buffer_names()}
-    data = [
+    needed = [
         {of_buffer[d.name] for d in kernel.unmet_dependencies if d.name in of_buffer} - {i} for i, kernel in enumerate(kernels)
     ]
-    communication = sorted((i for i, kernel in enumerate(kernels) if _communicates(kernel)), key=lambda i: kernels[i].min_order)
-    order = _sorted(data, dict(pairwise(communication)), lambda i: (kernels[i].min_order, i))
+    order = _sorted(needed, _places(kernels, needed))
+    if len(order) < len(kernels):  # Inductor sorts these as well, and reads what is not there yet
+        log.warning("%d of %d kernels depend on each other; their order stays", len(kernels) - len(order), len(kernels))
+        return list(kernels)
     return [kernels[i] for i in order]
 
 
-def _sorted(data: Sequence[set[int]], next_of: dict[int, int], place: Callable[[int], Any]) -> list[int]:
-    """Return all items: each behind its `data`, and the next one of a chain behind the one before it unless data forbid that.
+def _places(kernels: Sequence[Any], needed: Sequence[set[int]]) -> list[tuple[int, int]]:
+    """Return for each kernel the place of its first operation, or that of the first communicating op which needs it."""
+    places = [kernel.min_order for kernel in kernels]
+    communicating = {i for i, kernel in enumerate(kernels) if _communicates(kernel)}
+    seen: set[int] = set()
+    for one in sorted(communicating, key=lambda i: kernels[i].min_order):
+        todo = list(needed[one])
+        while todo:
+            i = todo.pop()
+            if i not in seen and i not in communicating:
+                seen.add(i)
+                places[i] = min(places[i], places[one])
+                todo += needed[i]
+    return [(place, kernel.min_order) for place, kernel in zip(places, kernels, strict=True)]
 
-    Of the items that are ready the one with the lowest place is next.
+
+def _sorted(needed: Sequence[set[int]], places: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the items, each behind those that it needs; of the ready ones that with the lowest place is next.
+
+    Items of a cycle, and what needs them, are left out.
     """
-    waits_for = list(map(set, data))
-    for before, behind in next_of.items():
-        waits_for[behind].add(before)
     readers: dict[int, list[int]] = defaultdict(list)
-    for item, needed in enumerate(waits_for):
-        for one in needed:
+    for item, all_needed in enumerate(needed):
+        for one in all_needed:
             readers[one].append(item)
-    ready = [(place(item), item) for item, needed in enumerate(waits_for) if not needed]
+    left = [len(all_needed) for all_needed in needed]
+    ready = [(places[item], item) for item, count in enumerate(left) if count == 0]
     heapq.heapify(ready)
     order: list[int] = []
-    done: set[int] = set()
-    while len(order) < len(data):
-        if not ready:  # fusion has made an op of the chain depend on a later one
-            free = [i for i, needed in enumerate(data) if i not in done and needed <= done]
-            ready = [min((place(i), i) for i in free)]
+    while ready:
         _, item = heapq.heappop(ready)
-        if item in done:
-            continue
-        done.add(item)
         order.append(item)
         for reader in readers[item]:
-            waits_for[reader].discard(item)
-            if not waits_for[reader]:
-                heapq.heappush(ready, (place(reader), reader))
+            left[reader] -= 1
+            if left[reader] == 0:
+                heapq.heappush(ready, (places[reader], reader))
     return order
 
 
+@functools.cache
+def _own_names() -> frozenset[str]:
+    return frozenset(name for definition in ops.DEFINITIONS.values() for name in (definition.name, f"{definition.name}_flat"))
+
+
 def _communicates(kernel: Any) -> bool:
+    """Return whether a kernel is an op of ours that communicates, or a collective of c10d."""
     op = getattr(getattr(kernel, "node", None), "op_overload", None)
-    return op is not None and op.namespace in _COMMUNICATION
+    name = "" if op is None else op.name().partition("::")[2].partition(".")[0]
+    return op is not None and (
+        name in _own_names() if op.namespace == "ub_overlap" else op.namespace == "_c10d_functional" and name != "wait_tensor"
+    )
