@@ -34,22 +34,26 @@ def chain_collectives(kernels: Sequence[Any]) -> list[Any]:
     chain = [kernel for kernel in kernels if _communicates(kernel)]
     for before, behind in pairwise(chain):
         behind.add_fake_dep(compat.ordering_dependency(next(iter(before.get_buffer_names())), behind.get_name()))
-    if len(chain) > 1:
-        _extend_ancestors(kernels)
+    _extend_ancestors(kernels, chain[1:])
     return list(kernels)
 
 
-def _extend_ancestors(kernels: Sequence[Any]) -> None:
-    """Add to the ancestors of nodes, by which fusion finds cycles, what they depend on since Inductor has computed them."""
+def _extend_ancestors(kernels: Sequence[Any], changed: Sequence[Any]) -> None:
+    """Add to the ancestors of nodes, by which fusion finds cycles, what `changed` and all behind them now depend on."""
     of_buffer = {name: kernel for kernel in kernels for name in kernel.get_buffer_names()}
+    grown = set(map(id, changed))
     for kernel in kernels:  # each behind all that it depends on
-        for needed in kernel.unmet_dependencies:
-            source = of_buffer.get(needed.name)
-            if source is not None and source is not kernel:
-                own = kernel.scheduler.name_to_buf[needed.name].defining_op_name()
-                kernel.ancestors = kernel.ancestors | source.ancestors | {own}
-        for part in kernel.get_nodes():
-            part.ancestors = kernel.ancestors
+        needed = [(d.name, source) for d in kernel.unmet_dependencies if (source := of_buffer.get(d.name)) is not None]
+        if id(kernel) not in grown and all(id(source) not in grown for _, source in needed):
+            continue
+        grown.add(id(kernel))
+        found = type(kernel.ancestors)()
+        for name, source in needed:
+            if source is not kernel:
+                found |= source.ancestors
+                found.add(kernel.scheduler.name_to_buf[name].defining_op_name())
+        for part in (kernel, *kernel.get_nodes()):
+            part.ancestors = found
 
 
 def in_order(kernels: Sequence[Any]) -> list[Any]:
