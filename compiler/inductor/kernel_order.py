@@ -119,8 +119,9 @@ def _own_names() -> frozenset[str]:
 
 def _communicates(kernel: Any) -> bool:
     """Return whether a kernel is an op of ours that communicates, or a collective of c10d."""
-    op = getattr(getattr(kernel, "node", None), "op_overload", None)
-    name = "" if op is None else op.name().partition("::")[2].partition(".")[0]
-    return op is not None and (
-        name in _own_names() if op.namespace == "ub_overlap" else op.namespace == "_c10d_functional" and name != "wait_tensor"
-    )
+    op: Any = getattr(getattr(kernel, "node", None), "op_overload", None)
+    space = getattr(op, "namespace", "")
+    if space not in ("ub_overlap", "_c10d_functional"):
+        return False
+    name = op.name().partition("::")[2].partition(".")[0]
+    return name in _own_names() if space == "ub_overlap" else name != "wait_tensor"
