@@ -22,7 +22,7 @@ from .diff.compare_ranks import explain_difference
 from .diff.joint_snapshot import JointSnapshot
 from .graph.graph_inputs import GraphInputs
 from .graph.in_flight_inputs import has_in_flight_inputs, wait_for_inputs
-from .inductor import apply_bug_patches, estimate_own_ops, register_lowerings
+from .inductor import apply_bug_patches, estimate_own_ops, ordering_options, register_lowerings
 from .inductor.backward_parts import inner_compiler
 from .options import Options, parse
 from .passes import HOOKS, JointPass, RewritePass
@@ -104,7 +104,7 @@ def _inductor_options(ours: Options, theirs: dict[str, Any], mode: str | None, i
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
     if ours.fp8.is_on:
         patches.setdefault("realize_opcount_threshold", MOST_FUSED_OPERATIONS)
-    for name, value in compat.ordering_options().items():  # the pass may change them for one graph (keep_order)
+    for name, value in ordering_options().items():  # the pass may change them for one graph (keep_order)
         patches.setdefault(name, value)
     patches |= estimate_own_ops(patches)
     joint_snapshot = JointSnapshot()

@@ -62,17 +62,3 @@ def test_factor_of_a_premultiplied_sum() -> None:
     assert _fsdp_compat.premul_factor(old(0.25) if old is not None else premul(0.25)) == 0.25
     assert _fsdp_compat.premul_factor(dist.ReduceOp.SUM) is None
     assert _fsdp_compat.premul_factor(dist.ReduceOp(dist.ReduceOp.AVG)) is None
-
-
-def test_a_users_passes_around_fusion_run_in_front_of_ours() -> None:
-    """Inductor has one hook for each. What they held comes back with its other options, also between parts of a graph."""
-    config, hooks = _torch_compat.__getattr__("inductor_config"), _torch_compat._HOOKS
-    assert {*hooks} <= {*_torch_compat.ordering_options()}
-    with config.patch(_torch_compat.ordering_options() | dict.fromkeys(hooks, lambda nodes: [*nodes, "theirs"])):
-        with _torch_compat.restored_order():
-            _torch_compat.keep_order(lambda nodes: [*nodes, "before"], lambda nodes: [*nodes, "behind"])
-            found = [getattr(config, hook)(["node"]) for hook in hooks]
-            assert found == [["node", "theirs", "before"], ["node", "theirs", "behind"]]
-            assert not config.reorder_for_peak_memory
-        assert config.reorder_for_peak_memory and config._post_fusion_custom_pass([]) == ["theirs"]
-    assert [getattr(config, hook) for hook in hooks] == [None, None]

@@ -6,6 +6,8 @@ import argparse
 import json
 from typing import Any
 
+from ub_overlap.cli.parsers import non_negative_int
+
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """Add --ours, --compiler, --iters, --warm, --forward, --steady, --clocks, --budget-s, --deadline-s, --device and --json."""
@@ -15,7 +17,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--forward", action="store_true", help="time the forward without gradients too; it compiles again")
     parser.add_argument(
-        "--steady", type=_at_least_0, default=0, metavar="N",
+        "--steady", type=non_negative_int, default=0, metavar="N",
         help="time N steps in a row too, behind one that does not count: the host is ahead of the GPU, as in training",
     )  # fmt: skip
     parser.add_argument("--clocks", action="store_true", help="sample clock and power of the GPU during each step")
@@ -23,12 +25,6 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deadline-s", type=float, default=240.0, help="time limit of a compilation or a round")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--json")
-
-
-def _at_least_0(text: str) -> int:
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return number
 
 
 def add_graph_flags(parser: argparse.ArgumentParser) -> None:

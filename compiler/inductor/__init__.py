@@ -3,6 +3,7 @@
 from .bug_patches import apply_bug_patches
 from .kernel_order import keep_order
 from .op_lowerings import register_lowerings
+from .order_options import ordering_options
 from .runtime_estimates import estimate_own_ops
 
-__all__ = ["apply_bug_patches", "estimate_own_ops", "keep_order", "register_lowerings"]
+__all__ = ["apply_bug_patches", "estimate_own_ops", "keep_order", "ordering_options", "register_lowerings"]

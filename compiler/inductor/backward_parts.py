@@ -12,6 +12,7 @@ from ub_overlap import _aot_compat
 from ub_overlap import _torch_compat as compat
 
 from ..rewrite.weight_gradients import separate_weight_gradients
+from .order_options import restored_order
 
 
 def compile_parts(
@@ -25,7 +26,7 @@ def compile_parts(
     inputs = list(example_inputs)
     seconds = [inputs[i] for i in parts.kept] + [n.meta["val"] for n in parts.values]
     _keep_strides(parts.first.graph, range(parts.results, parts.results + len(parts.values)))
-    with compat.restored_order():  # else the second part would be compiled with what the first has changed
+    with restored_order():  # else the second part would be compiled with what the first has changed
         first = inner(parts.first, inputs, **kwargs)
     _keep_strides(parts.second.graph, ())
     second = inner(parts.second, seconds, **{**kwargs, "static_input_idxs": ()})

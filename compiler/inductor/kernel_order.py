@@ -18,12 +18,14 @@ from typing import Any
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import ops
 
+from .order_options import set_passes
+
 log = logging.getLogger(__name__)
 
 
 def keep_order() -> None:
     """Let Inductor keep the order of the graph that it compiles now: it moves nothing, and what fusion moved goes back."""
-    compat.keep_order(chain_collectives, in_order)
+    set_passes(chain_collectives, in_order)
 
 
 def chain_collectives(kernels: Sequence[Any]) -> list[Any]:
@@ -32,18 +34,19 @@ def chain_collectives(kernels: Sequence[Any]) -> list[Any]:
     Fusion then merges no nodes that would reverse two of them: all ranks must issue them in one order.
     """
     chain = [kernel for kernel in kernels if _communicates(kernel)]
+    orders_only = functools.partial(compat.__getattr__("WeakDep"), is_fake=True)  # keeps no memory
     for before, behind in pairwise(chain):
-        behind.add_fake_dep(compat.ordering_dependency(next(iter(before.get_buffer_names())), behind.get_name()))
+        behind.add_fake_dep(orders_only(next(iter(before.get_buffer_names())), behind.get_name()))
     _extend_ancestors(kernels, chain[1:])
     return list(kernels)
 
 
 def _extend_ancestors(kernels: Sequence[Any], changed: Sequence[Any]) -> None:
     """Add to the ancestors of nodes, by which fusion finds cycles, what `changed` and all behind them now depend on."""
-    of_buffer = {name: kernel for kernel in kernels for name in kernel.get_buffer_names()}
+    of_buffer = _producers(kernels)
     grown = set(map(id, changed))
     for kernel in kernels:  # each behind all that it depends on
-        needed = [(d.name, source) for d in kernel.unmet_dependencies if (source := of_buffer.get(d.name)) is not None]
+        needed = [(d.name, kernels[of_buffer[d.name]]) for d in kernel.unmet_dependencies if d.name in of_buffer]
         if id(kernel) not in grown and all(id(source) not in grown for _, source in needed):
             continue
         grown.add(id(kernel))
@@ -62,7 +65,7 @@ def in_order(kernels: Sequence[Any]) -> list[Any]:
     A kernel that is not ready draws nothing forward; what reads it waits with it. What a communicating op reads is drawn
     forward to the place of that op, unless another one is in between.
     """
-    of_buffer = {name: i for i, kernel in enumerate(kernels) for name in kernel.get_buffer_names()}
+    of_buffer = _producers(kernels)
     needed = [
         {of_buffer[d.name] for d in kernel.unmet_dependencies if d.name in of_buffer} - {i} for i, kernel in enumerate(kernels)
     ]
@@ -71,6 +74,11 @@ def in_order(kernels: Sequence[Any]) -> list[Any]:
         log.warning("%d of %d kernels depend on each other; their order stays", len(kernels) - len(order), len(kernels))
         return list(kernels)
     return [kernels[i] for i in order]
+
+
+def _producers(kernels: Sequence[Any]) -> dict[str, int]:
+    """Return by buffer the position of the kernel that writes it."""
+    return {name: i for i, kernel in enumerate(kernels) for name in kernel.get_buffer_names()}
 
 
 def _places(kernels: Sequence[Any], needed: Sequence[set[int]]) -> list[tuple[int, int]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from ub_overlap._versions import SUPPORTED_TORCH
@@ -161,51 +160,6 @@ def inductor_option_names() -> frozenset[str]:
 def inductor_modes() -> list[str]:
     """Return the modes of torch.compile(mode=)."""
     return sorted(__getattr__("list_mode_options")())
-
-
-_REORDERING = (
-    "reorder_for_peak_memory", "enable_simple_overlap", "combo_kernels", "reorder_for_compute_comm_overlap",
-    "reorder_for_reducing_graph_partitions",
-)  # fmt: skip
-"""Inductor's passes that move ops past each other, where the release has them."""
-_HOOKS = ("_pre_fusion_custom_pass", "_post_fusion_custom_pass")
-"""Inductor's hooks for its nodes in front of and behind fusion."""
-
-
-def ordering_options() -> dict[str, Any]:
-    """Return the values of Inductor's options that `keep_order` changes."""
-    config = __getattr__("inductor_config")
-    known = config.get_config_copy()
-    return {name: known[name] for name in known if name.split(".")[-1] in (*_REORDERING, *_HOOKS)}
-
-
-def keep_order(before_fusion: Callable[[list[Any]], list[Any]], after_fusion: Callable[[list[Any]], list[Any]]) -> None:
-    """Let Inductor keep the order of the graph that it compiles now. Both passes run behind a user's pass at their hook.
-
-    The options must be among the patches of the compilation: Inductor restores those after each graph.
-    """
-    config = __getattr__("inductor_config")
-    own = dict(zip(_HOOKS, (before_fusion, after_fusion), strict=True))
-    for name, theirs in ordering_options().items():
-        section, _, option = name.rpartition(".")
-        value: Any = False
-        if option in own:
-            value = own[option] if theirs is None else functools.partial(_both, theirs, own[option])
-        setattr(getattr(config, section) if section else config, option, value)
-
-
-def restored_order() -> Any:
-    """Return a context that restores the options that `keep_order` changes in it."""
-    return __getattr__("inductor_config").patch(ordering_options())
-
-
-def ordering_dependency(buffer: str, operation: str) -> Any:
-    """Return a dependency of Inductor's node `operation` on a buffer, which orders both and keeps no memory."""
-    return __getattr__("WeakDep")(buffer, operation, is_fake=True)
-
-
-def _both(first: Callable[[Any], Any], second: Callable[[Any], Any], given: Any) -> Any:
-    return second(first(given))
 
 
 def caches_off() -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from torch.utils._ordered_set import OrderedSet
 
+from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.inductor import order_options
 from ub_overlap.compiler.inductor.kernel_order import chain_collectives, in_order
 
 START, READ, CAST = "ub_overlap::start_collective", "ub_overlap::start_host_read", "ub_overlap::fp8_cached_weight"
@@ -115,3 +117,17 @@ def test_collectives_depend_on_the_one_before() -> None:
     assert t.ancestors == OrderedSet(["op_s"]) and wait.ancestors == OrderedSet(["op_s", "op_t"])
     assert m.ancestors == OrderedSet(["op_s", "op_t", "op_w"]) and u.ancestors == wait.ancestors
     assert not (cast.ancestors or read.ancestors or s.ancestors) and isinstance(m.ancestors, OrderedSet)
+
+
+def test_a_users_passes_around_fusion_run_in_front_of_ours() -> None:
+    """Inductor has one hook for each. What they held comes back with its other options, also between parts of a graph."""
+    config, hooks = compat.__getattr__("inductor_config"), order_options.HOOKS
+    assert {*hooks} <= {*order_options.ordering_options()}
+    with config.patch(order_options.ordering_options() | dict.fromkeys(hooks, lambda nodes: [*nodes, "theirs"])):
+        with order_options.restored_order():
+            order_options.set_passes(lambda nodes: [*nodes, "before"], lambda nodes: [*nodes, "behind"])
+            found = [getattr(config, hook)(["node"]) for hook in hooks]
+            assert found == [["node", "theirs", "before"], ["node", "theirs", "behind"]]
+            assert not config.reorder_for_peak_memory
+        assert config.reorder_for_peak_memory and config._post_fusion_custom_pass([]) == ["theirs"]
+    assert [getattr(config, hook) for hook in hooks] == [None, None]

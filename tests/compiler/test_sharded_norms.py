@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
+from tests.harness.generated_code import matching_lines, planned_calls
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap import _torch_compat as compat
@@ -52,15 +52,10 @@ def communication(rank: int, world: int, chained: bool) -> list[tuple[list[str],
         if not chained:
             patch.setattr(kernel_order, "chain_collectives", list)
         _, written = run_and_get_code(lambda: compiled(x).square().sum().backward())
-    pattern = re.compile(r"(start|finish)_c\w+\.default\(.*'\w+/(\w+\.\d+)'")
-    found = [[f"{m[1]} {m[2]}" for m in map(pattern.search, text.splitlines()) if m] for text in written]
-    return list(zip([calls for calls in found if calls], map(_planned, HISTORY.since(mark)), strict=True))
-
-
-def _planned(plan: Any) -> list[str]:
-    own = [(d.id, d.window) for d in plan.decisions if d.window is not None]
-    places = {w.starts: f"start {name}" for name, w in own} | {w.finishes: f"finish {name}" for name, w in own}
-    return [text for _, text in sorted(places.items())]
+    matches = matching_lines(written, r"(start|finish)_c\w+\.default\(.*'\w+/(\w+\.\d+)'")
+    found = [[f"{m[1]} {m[2]}" for m in program] for program in matches if program]
+    planned = [planned_calls(d.to_dict() for d in plan.decisions) for plan in HISTORY.since(mark)]
+    return list(zip(found, planned, strict=True))
 
 
 def test_the_order_of_the_plan(pool2: RankPool) -> None:

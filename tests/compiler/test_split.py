@@ -15,11 +15,12 @@ from torch._inductor.utils import run_and_get_code
 
 from tests.compiler.rank_compile import build, plans_of
 from tests.fp8.rank_fp8 import both
+from tests.harness.generated_code import matching_lines, planned_calls
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
-from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler import passes
+from ub_overlap.compiler.inductor import ordering_options
 from ub_overlap.compiler.plan.reasons import collective_of
 from ub_overlap.compiler.reports.history import HISTORY
 
@@ -105,9 +106,8 @@ def code_of(rank: int, world: int, options: dict[str, Any], mixed: bool = False)
 def calls(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list[str]], list[dict[str, Any]]]:
     """Return of each generated program its calls of collectives and matmuls in order, and the decisions."""
     written, decisions = code_of(rank, world, options)
-    pattern = re.compile(r"(start|finish|release)_collective\.default\(.*'(\w+)/(\w+\.\d+)'|extern_kernels\.(addmm|mm)\(")
-    matches = [[m for m in map(pattern.search, text.splitlines()) if m] for text in written]
-    return [[m[4] or f"{m[1]} {m[3]}" for m in found] for found in matches], decisions
+    pattern = r"(start|finish|release)_collective\.default\(.*'(\w+)/(\w+\.\d+)'|extern_kernels\.(addmm|mm)\("
+    return [[m[4] or f"{m[1]} {m[3]}" for m in found] for found in matching_lines(written, pattern)], decisions
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -147,12 +147,8 @@ def test_generated_code(pool2: RankPool, options: dict[str, Any]) -> None:
     assert programs == other[0] and [d["window"] for d in decisions] == [d["window"] for d in other[1]]
     forward, backward = programs
     for program, phase in ((forward, "forward"), (backward, "backward")):
-        own = [d for d in decisions if d["phase"] == phase]
         communication = [call for call in program if " " in call]
-        expected = {d["window"]["starts"]: f"start {d['id']}" for d in own}
-        expected |= {d["window"]["finishes"]: f"finish {d['id']}" for d in own}
-        expected |= {d["window"]["releases"]: f"release {d['id']}" for d in own if d["window"]["releases"] is not None}
-        assert communication == [text for _, text in sorted(expected.items())]
+        assert communication == planned_calls(d for d in decisions if d["phase"] == phase)
     hidden = [n for program in programs for n in hidden_matmuls(program).values()]
     assert len(hidden) == (16 if options is SPLIT else 24) and sum(n > 0 for n in hidden) >= 12, hidden
 
@@ -206,9 +202,9 @@ def test_the_options_of_inductor_are_restored(pool2: RankPool) -> None:
 
 
 def reordering(rank: int, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    before = compat.ordering_options()
+    before = ordering_options()
     calls(rank, world, SPLIT)
-    return before, compat.ordering_options()
+    return before, ordering_options()
 
 
 @pytest.mark.parametrize("zero_copy", [False, True])

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.blocks.model import SIZES
 from benchmarks.context_parallel.model import ContextAttention, ContextLayer
+from tests.harness.generated_code import matching_lines
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.inductor import kernel_order
@@ -32,11 +33,9 @@ def calls(rank: int, world: int, options: dict[str, Any], keeps_order: bool = Tr
         if not keeps_order:
             patch.setattr(kernel_order, "in_order", list)
         _, written = run_and_get_code(lambda: compiled(x).square().sum().backward())
-    pattern = re.compile(
-        r"(start|finish)_all_to_all\.default\(.*'\w+/(\w+\.\d+)'|= torch\.ops\.aten\.(_scaled_dot)\w+\.default\("
-    )
-    programs = [[m for m in map(pattern.search, text.splitlines()) if m] for text in written]
-    return [["attention" if m[3] else f"{m[1]} {m[2]}" for m in found] for found in programs if found]
+    pattern = r"(start|finish)_all_to_all\.default\(.*'\w+/(\w+\.\d+)'|= torch\.ops\.aten\.(_scaled_dot)\w+\.default\("
+    programs = [program for program in matching_lines(written, pattern) if program]
+    return [["attention" if m[3] else f"{m[1]} {m[2]}" for m in program] for program in programs]
 
 
 FORWARD = ["start forward.0", "attention", "finish forward.0", "attention"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -51,28 +53,28 @@ def test_settings_of_a_job_end_with_it() -> None:
         assert first == second == [WAIT_S] * 2
 
 
-def test_stacks_of_a_dead_rank() -> None:
-    """The error names the line of a rank that a signal has ended, and what its process ran before."""
+def text_of_failure(kind: type[Exception], function: Callable[..., Any]) -> str:
+    """Return the text of the error with which ranks that have run another function before fail. They are new ones then."""
     with RankPool(2) as pool:
         pool.run(rank_processes.configure, 2.0)
-        with pytest.raises(RankDied) as caught:
-            pool.run(rank_processes.die)
+        with pytest.raises(kind) as caught:
+            pool.run(function)
         assert not pool.pids
     text = str(caught.value)
+    assert text.endswith(f"run before: {rank_processes.__name__}:configure")
+    return text
+
+
+def test_stacks_of_a_dead_rank() -> None:
+    """The error names the line of a rank that a signal has ended, and what its process ran before."""
+    text = text_of_failure(RankDied, rank_processes.die)
     assert "process of rank 1 of 2 ended with code -6" in text and "Fatal Python error: Aborted" in text
     assert "rank_processes.py" in text and " in die" in text
-    assert text.endswith(f"run before: {rank_processes.__name__}:configure")
 
 
 def test_stacks_of_a_rank_that_waits_for_a_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the line where it waits, and what the ranks ran before: that may have left their group out of step."""
     monkeypatch.setattr(ranks, "GRACE", 0.5)
-    with RankPool(2) as pool:
-        pool.run(rank_processes.configure, 2.0)
-        with pytest.raises(RankError) as caught:
-            pool.run(rank_processes.fail_alone)
-        assert not pool.pids
-    text = str(caught.value)
+    text = text_of_failure(RankError, rank_processes.fail_alone)
     assert "rank 1 of 2 raised ValueError" in text and "ranks [0] did not finish within 0.5 s" in text
     assert " in fail_alone" in text.partition("did not finish")[2]
-    assert text.endswith(f"run before: {rank_processes.__name__}:configure")
