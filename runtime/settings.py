@@ -54,6 +54,11 @@ class Settings:
         "different hosts share no memory, also where the machine is one: for tests. Empty: as LOCAL_WORLD_SIZE says, else one",
         Check("a text", _text),
     )
+    nccl_multiprocessors: int = typed_field(
+        8,
+        "multiprocessors of a GPU that matmuls leave to NCCL between start and finish of a collective that it runs",
+        integer_from(0),
+    )
     snapshots: bool = typed_field(True, "keep each graph before and after the rewrite, for reports and errors")
     flight_calls: int = typed_field(
         256,

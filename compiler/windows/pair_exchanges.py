@@ -6,14 +6,17 @@ becomes
 
 A layer computed in two halves (tokens/) is traced one half after the other. Each exchange would then be waited for at once,
 although the other half has work to do meanwhile. So the next exchange that is independent of one moves behind it, in front of
-what reads the first, with all that it needs: counts that are exchanged and read, a wait, the experts of its half. Both are then
-started early, and the window of each holds compute of the other half.
+what reads the first, with all that it needs: a wait, the experts of its half. Both are then started early, and the window of each
+holds compute of the other half. Counts that the host reads for the second one are exchanged and read with those of the first:
+behind the first one, the host would wait for a transfer that comes before them on the link, and meanwhile issue nothing.
 
 A graph whose peak memory would grow too much stays as it is. So do the steps of rings: a rank that attends to no other keys has
 steps that are independent of each other, and other ranks do not (ring_slots.py).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from torch.fx import Graph, Node
 
@@ -22,7 +25,7 @@ from ..cost.policy import Policy
 from ..cost.site_sizes import Hints, hints_of
 from ..graph.arrange import arrange
 from ..graph.aten import c10d, is_mutable, is_random, tensor_of
-from ..match.all_to_all import is_permute, match_all_to_all, why_not_split
+from ..match.all_to_all import host_reads_of, is_permute, match_all_to_all, split_nodes, why_not_split
 from ..match.collectives import Collective, read_collective
 from ..match.site import Split
 from ..plan.reasons import Reason
@@ -83,18 +86,36 @@ class _Sequence:
         first = min((self.position[u] for u in c.wait.users), default=len(self.items))
         for other in later[:NEXT]:
             there = self.position[other.node]
-            needed = self._between(other.node, at)
+            needed = self._between([other.node], at)
             if c.node in needed:
                 continue
-            if first > there or not all(map(_may_move, needed)) or any(map(is_mutable, self.items[at:there])):
+            if first > there or not self._may_move(needed, at, there):
                 return False
             self._move(needed, at, there)
+            self._read_first(c, other)
             return True
         return False
 
-    def _between(self, node: Node, at: int) -> set[Node]:
-        """Return `node` and all that it needs from position `at` on."""
-        found, todo = set[Node](), [node]
+    def _read_first(self, c: Collective, other: Collective) -> None:
+        """Move what the host reads for `other` in front of what it reads for `c`, so that it waits once for both."""
+        reads = _host_reads(c)
+        if not reads:
+            return
+        at = min(self.position[read] for read in reads)
+        needed = self._between(_host_reads(other), at)
+        if not needed or not needed.isdisjoint(reads):
+            return
+        there = max(self.position[n] for n in needed)
+        if self._may_move(needed, at, there):
+            self._move(needed, at - 1, there)
+
+    def _may_move(self, nodes: set[Node], at: int, there: int) -> bool:
+        """Return whether `nodes` may move between two positions."""
+        return all(map(_may_move, nodes)) and not any(map(is_mutable, self.items[at:there]))
+
+    def _between(self, nodes: Iterable[Node], at: int) -> set[Node]:
+        """Return `nodes` and all that they need, from position `at` on."""
+        found, todo = set[Node](), list(nodes)
         while todo:
             n = todo.pop()
             if n not in found and self.position[n] >= at:
@@ -108,6 +129,10 @@ class _Sequence:
         part = [n for n in part if n in nodes] + [n for n in part if n not in nodes]
         self.items[at + 1 : there + 1] = part
         self.position |= {n: i for i, n in enumerate(part, at + 1)}
+
+
+def _host_reads(c: Collective) -> set[Node]:
+    return {read for split in split_nodes(c) for read in host_reads_of(split)}
 
 
 def _may_move(node: Node) -> bool:

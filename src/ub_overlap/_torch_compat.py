@@ -69,6 +69,8 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "_detect_dma_connectivity": ("torch._C._distributed_c10d:_detect_dma_connectivity",),
     "_rendezvous": ("torch.distributed._symmetric_memory:rendezvous",),
     "scaled_mm": ("torch:_scaled_mm",),
+    "get_carveout": ("torch._C:_get_sm_carveout_experimental",),
+    "set_carveout": ("torch._C:_set_sm_carveout_experimental",),
     "_StorageWeakRef": ("torch.multiprocessing.reductions:StorageWeakRef",),
     "_dtypes_of_numbers": ("torch.distributed._symmetric_memory:_maybe_convert_scalar_types_to_dtypes",),
     "new_fake_group": ("torch.testing._internal.distributed.fake_pg:_create_fake_pg",),

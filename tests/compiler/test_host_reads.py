@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
+import ub_overlap
 from benchmarks.expert_parallel.model import ROUTINGS, SIZES, ExpertLayer, make_routes
 from tests.harness.ranks import RankPool
 from ub_overlap.compiler import passes
@@ -233,6 +234,36 @@ def test_layer(pool2: RankPool, routing: str) -> None:
         assert "aten.index.Tensor" in between, "the sorted rows are not issued before the host waits"
         assert START not in backward and READ not in backward
         assert all(equal), equal
+
+
+def run_halves(rank: int, world: int) -> tuple[list[str], list[float]]:
+    """Return the targets of the forward graph of a layer in two halves, and errors of results and gradients against eager."""
+    torch._dynamo.reset()
+    torch._dynamo.config.capture_scalar_outputs = True
+    torch.manual_seed(rank)
+    sizes, tokens = SIZES["tiny"], 16 * (rank + 1)
+    routes = make_routes(tokens, 2 * world, sizes.top, "skewed", rank)
+    layer = ExpertLayer(sizes, 2, routes, dist.group.WORLD, True).bfloat16()
+    ub_overlap.tokenwise(layer.experts, arguments=3)
+    x = torch.randn(tokens, sizes.dim).bfloat16().requires_grad_()
+    results = []
+    with Recorded() as recorded:
+        options = {"inner": "aot_eager", "split_tokens": "force", "profile": "h200", "min_bytes": 0}
+        for step in (layer, torch.compile(layer, backend="ub_overlap", options=options, fullgraph=True)):
+            x.grad = None
+            layer.zero_grad()
+            out = step(x)
+            out.square().sum().backward()
+            results.append([out.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    return recorded.graphs[0], [float((a - b).abs().max() / a.abs().max()) for a, b in zip(*results, strict=True)]
+
+
+def test_two_halves(pool2: RankPool) -> None:
+    """The counts of both halves are exchanged and read in front of both dispatches: the host waits once."""
+    for forward, errors in pool2.run(run_halves):
+        assert forward.count(START) == 1 and forward.count(READ) == 8
+        assert [i < forward.index(START) for i, target in enumerate(forward) if target == EXCHANGE] == [True] * 2 + [False] * 4
+        assert max(errors) < 2e-2, errors  # gradients are sums of two parts in bf16
 
 
 def test_off(pool2: RankPool) -> None:

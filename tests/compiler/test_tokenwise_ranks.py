@@ -79,7 +79,7 @@ def test_auto_in_halves(pool2: RankPool, slow_profile: str) -> None:
         outcome.check(3.0)
         assert forms[0].startswith("two halves along dim 0 of tokens [256x16]; predicted us: whole "), forms
         forward = [d for d in outcome.decisions if d["phase"] == "forward"]
-        assert [d["dtype"] for d in forward] == ["int64", "bfloat16"] * 2 + ["bfloat16"] * 2
+        assert [d["dtype"] for d in forward] == ["int64"] * 2 + ["bfloat16"] * 4
         assert all("grouped_mm" in "".join(d["paired"]) for d in forward[3:5]), forward
     assert outcomes[0][1] == outcomes[1][1]
 

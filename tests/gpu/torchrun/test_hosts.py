@@ -13,6 +13,7 @@ import torch
 from tests.gpu.cases import BF16
 from tests.gpu.lockstep import Lockstep
 from tests.gpu.torchrun.test_split import OPS, arguments, random_orders, replays
+from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.extension import extension
 from ub_overlap.runtime.session.host_groups import name_host_groups
@@ -80,6 +81,22 @@ def test_what_runs_meanwhile(lockstep: Lockstep, apart: str) -> None:
     serial, together = ms(True, True, False), ms(True, True, True)
     lockstep.note(f"ms: gather {gather:.3f}, matmuls {multiply:.3f}, in a row {serial:.3f}, concurrently {together:.3f}")
     assert together < serial
+
+
+def test_matmuls_leave_multiprocessors(lockstep: Lockstep, apart: str) -> None:
+    """From the first start to the last finish."""
+    shard = torch.ones(1024, device=lockstep.device, dtype=BF16)
+    seen, tokens = [compat.get_carveout()], {}
+    for starts, slot in ((True, 0), (True, 1), (False, 0), (False, 1)):
+        call = arguments("all_gather", BF16, slot, apart, f"leave.{slot}")
+        if starts:
+            tokens[slot] = OPS.start_collective(shard, *call)
+        else:
+            OPS.finish_collective(tokens[slot], shard, *call)
+        seen.append(compat.get_carveout())
+    lockstep.sync()
+    given = settings.current().nccl_multiprocessors if lockstep.cuda else None
+    assert seen == [None, given, given, given, None]
 
 
 @pytest.fixture
