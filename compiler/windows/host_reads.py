@@ -236,11 +236,13 @@ def _issue_compute_first(c: Collective) -> int:
     assert c.wait is not None
     inside, results, node = list[Node](), {c.node}, c.node.next
     while not is_barrier(node):
-        if not results.isdisjoint(node.all_input_nodes):
-            if node is not c.wait and not _is_number(node):  # the first reader
+        if node.target is c10d.wait_tensor.default:  # also of another collective: what is issued in front of it hides both
+            results.add(node)
+        elif not results.isdisjoint(node.all_input_nodes):
+            if not _is_number(node):  # the first reader
                 break
             results.add(node)
-        elif is_collective(node) or node.target is c10d.wait_tensor.default:  # it starts, or is waited for, where it was
+        elif is_collective(node):  # it starts where it was
             break
         inside.append(node)
         node = node.next

@@ -6,9 +6,9 @@ becomes
 
 A layer computed in two halves (tokens/) is traced one half after the other. Each exchange would then be waited for at once,
 although the other half has work to do meanwhile. So the next exchange that is independent of one moves behind it, in front of
-what reads the first, with all that it needs: a wait, the experts of its half. Both are then started early, and the window of each
-holds compute of the other half. Counts that the host reads for the second one are exchanged and read with those of the first:
-behind the first one, the host would wait for a transfer that comes before them on the link, and meanwhile issue nothing.
+what reads the first, with all that it needs: a wait, the experts of its half. Both are then started early, and the window of
+each holds compute of the other half. Counts that the host reads for the second one are exchanged and read with those of the
+first: behind the first one, the host would wait for a transfer in front of them on the link, and issue nothing meanwhile.
 
 A graph whose peak memory would grow too much stays as it is. So do the steps of rings: a rank that attends to no other keys has
 steps that are independent of each other, and other ranks do not (ring_slots.py).

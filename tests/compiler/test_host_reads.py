@@ -16,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ub_overlap
 from benchmarks.expert_parallel.model import ROUTINGS, SIZES, ExpertLayer, make_routes
+from tests.compiler.dags import Dag, aten, c10d
 from tests.harness.ranks import RankPool
 from ub_overlap.compiler import passes
-from ub_overlap.compiler.windows.host_reads import _as_read, _emit, _find_together
+from ub_overlap.compiler.match.collectives import read_collective
+from ub_overlap.compiler.windows.host_reads import _as_read, _emit, _find_together, _issue_compute_first
 from ub_overlap.runtime.errors import UbOverlapError
 
 ROWS, D = 6, 4
@@ -350,6 +352,31 @@ def test_elements_of_a_matrix() -> None:
             node, element = graph.call_function(torch.ops.aten.select.int, (node, dim, place)), element.select(dim, place)
         found = _as_read(graph.call_function(torch.ops.aten._local_scalar_dense.default, (node,)))
         assert found is not None and found.source is counts and found.index == element.item()
+
+
+@pytest.mark.parametrize("waits", [1, 2])
+def test_matmuls_in_front_of_another_wait(waits: int) -> None:
+    """Matmuls move behind the exchange of the second half, in front of the wait for the first half and of short kernels; none
+    that needs what one of the two brings."""
+    d = Dag()
+    x, w = d.input("x", 8, 8), d.input("w", 8, 8)
+    exchanges = []
+    for _ in range(2):
+        exchanges.append(d.graph.call_function(c10d.all_to_all_single.default, (x, [4, 4], [4, 4], d.group)))
+        exchanges[-1].meta["val"] = x.meta["val"]
+    landed = [d.call(c10d.wait_tensor.default, c) for c in exchanges[:waits]]
+    short = d.call(aten.relu.default, x)
+    shared = d.mm(x, w)
+    experts = d.mm(landed[0], w)
+    last = d.mm(x, short)
+    landed += [d.call(c10d.wait_tensor.default, c) for c in exchanges[waits:]]
+    d.output(*landed, experts, shared, last)
+    second = read_collective(exchanges[1])
+    assert _issue_compute_first(second) == 1
+    d.graph.lint()
+    order = list(d.graph.nodes)
+    assert order[order.index(exchanges[1]) + 1] is shared
+    assert order.index(short) < order.index(experts) < order.index(last)
 
 
 def test_ops() -> None:
