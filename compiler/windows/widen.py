@@ -49,6 +49,9 @@ from .placement import SLACK, SLACK_US
 
 REACH = 400
 """Nodes examined on each side of a window: those of a few layers. Keeps the pass linear in the depth of the model."""
+LAUNCHES = 4
+"""A kernel that is no longer than so many launches is not advanced: the host needs longer for it, and it would come to all that
+is behind the window later."""
 TRIES = 4
 """Orders that are tried at most, each with fewer windows, until one is within the memory limit."""
 
@@ -76,9 +79,10 @@ def widen_windows(graph: Graph, policy: Policy, parameters: Collection[Node] | N
     position = {n: i for i, n in enumerate(graph.nodes)}
     untimed = next_to_collectives(graph, [(other, match_collective(other, position)) for other in find_collectives(graph)])
     times = NodeTimes.of(graph, policy.profile(c.ranks, _device(c)), hints, untimed, only_compute=differs)
+    short_us = LAUNCHES * times.profile.compute.launch_us
     before, limit, fixed = list(graph.nodes), PeakMemory.of(graph, hints).limit, set[Node]()
     for _ in range(TRIES):
-        order = _Order(list(before), times.us, gathers, reductions, fixed)
+        order = _Order(list(before), times.us, gathers, reductions, short_us, fixed)
         for n in narrow:
             order.widen(n)
         if not order.moved_for:
@@ -193,6 +197,8 @@ class _Order:
     """Collectives, and their waits, that may be advanced."""
     reductions: Collection[Node] = ()
     """Those that may be delayed."""
+    short_us: float = 0.0
+    """What takes no longer is not advanced for its own sake, unless it is a matmul or attention."""
     fixed: Collection[Node] = ()
     """Collectives into whose windows nothing moves. What is in them is not taken from them."""
     moved_for: dict[Node, list[Node]] = field(default_factory=dict)
@@ -268,7 +274,7 @@ class _Order:
 
     def _with_time(self, nodes: set[Node]) -> set[Node]:
         """Return those of `nodes` that take time, and what feeds them. Gathers for later readers stay where they are."""
-        kept, todo = set[Node](), [n for n in nodes if self._clock[n] > 0]
+        kept, todo = set[Node](), [n for n in nodes if self._clock[n] > (0.0 if is_compute(n) else self.short_us)]
         while todo:
             node = todo.pop()
             if node not in kept:
