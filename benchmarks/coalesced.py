@@ -42,7 +42,7 @@ def together(tensors: Sequence[Tensor], collective: str, group: str) -> Callable
 
     def call() -> list[Tensor]:
         inputs = list(tensors)
-        tail = (collective, "sum", [x.dtype for x in inputs], 0, "bulk", group, "/coalesced")
+        tail = (collective, "sum", [x.dtype for x in inputs], 0, False, "bulk", group, "/coalesced")
         return OPS.finish_coalesced(OPS.start_coalesced(inputs, *tail), inputs, *tail)
 
     return call

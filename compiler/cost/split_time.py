@@ -70,9 +70,11 @@ def split_times(shape: SiteShape, chunks: int, profile: Profile, zero_copy: bool
 
 
 @lru_cache(maxsize=1024)
-def coalesced_times(shapes: tuple[SiteShape, ...], chunks: int, profile: Profile) -> SplitTimes:
+def coalesced_times(shapes: tuple[SiteShape, ...], chunks: int, profile: Profile, zero_copy: bool = False) -> SplitTimes:
     """Predict a split collective of several tensors: the fixed steps of one; the copies, pushes and sums of each."""
-    return split_times(shapes[0], chunks, profile) if len(shapes) == 1 else _own_times(shapes, chunks, profile, False)
+    if len(shapes) == 1:
+        return split_times(shapes[0], chunks, profile, zero_copy)
+    return _own_times(shapes, chunks, profile, zero_copy)
 
 
 def _own_times(shapes: tuple[SiteShape, ...], chunks: int, profile: Profile, zero_copy: bool) -> SplitTimes:

@@ -25,6 +25,7 @@ def register_lowerings() -> None:
     _lower_split_pair(own.start_all_to_all.default, own.finish_all_to_all.default)
     _lower_split_pair(own.start_coalesced.default, own.finish_coalesced.default)
     _lower_release(own.release_collective.default)
+    _lower_release(own.release_coalesced.default)
     for definition in ops.DEFINITIONS.values():
         if definition.flat_overload is not None:
             use_flat_results(definition.overload, definition.flat_overload)
@@ -80,7 +81,8 @@ def _lower_split_pair(start: Any, finish: Any) -> None:
         result = end(token, _split_state(graph).inputs.get(token.get_name(), sent), *own(args), **kwargs)
         _keep_unread(graph.operations[first:])
         if "zero_copy" in places and args[places["zero_copy"]]:
-            graph.never_reuse_buffers.add(result.get_name())
+            results = result if isinstance(result, list | tuple) else [result]
+            graph.never_reuse_buffers.update(one.get_name() for one in results)
         else:
             call = next(operation for operation in graph.operations[first:] if hasattr(operation, "op_overload"))
             _split_state(graph).left[slot_of(args)] = call.get_name()

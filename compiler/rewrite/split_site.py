@@ -54,9 +54,7 @@ def rewrite_split(
     if m.halves:
         value = _emit_halves(e, m, tensor, schedule, site)
     else:
-        value = _emit_pair(e, c, tensor, out_dtype, m.slot, m.zero_copy, schedule, c.group, site)
-    if m.zero_copy:
-        e.call(torch.ops.ub_overlap.release_collective.default, value, m.slot, schedule, c.group, site)
+        (value,) = _emit_transfer(e, m, [_Part(tensor, out_dtype, [c], [])], schedule, site)
     value = _emit_scalings(e, c, value if c.widening else e.bitcast(value, dtype_of(c.node)))
     return {c.wait: value, c.node: value}
 
@@ -114,16 +112,23 @@ def _emit_part(e: Emitter, sent: list[tuple[Collective, Node, torch.dtype]]) -> 
 
 
 def _emit_transfer(e: Emitter, m: Split, parts: list[_Part], schedule: str, site: str) -> list[Node]:
-    """Emit start and finish. Return the result of each part."""
-    c = m.collective
+    """Emit start and finish, and release if it is zero-copy. Return the result of each part."""
+    c, ops = m.collective, torch.ops.ub_overlap
     assert c.op is not None
+    last = (m.slot, schedule, c.group, site)
     if len(parts) == 1:
-        return [_emit_pair(e, c, parts[0].tensor, parts[0].out_dtype, m.slot, False, schedule, c.group, site)]
+        value = _emit_pair(e, c, parts[0].tensor, parts[0].out_dtype, m.slot, m.zero_copy, schedule, c.group, site)
+        if m.zero_copy:
+            e.call(ops.release_collective.default, value, *last)
+        return [value]
     inputs, out_dtypes = [part.tensor for part in parts], [part.out_dtype for part in parts]
-    arguments = (inputs, c.op.value, c.reduce_op, out_dtypes, m.slot, schedule, c.group, site)
-    token = e.call(torch.ops.ub_overlap.start_coalesced.default, *arguments)
-    results = e.call(torch.ops.ub_overlap.finish_coalesced.default, token, *arguments)
-    return [e.item(results, i) for i in range(len(parts))]
+    arguments = (inputs, c.op.value, c.reduce_op, out_dtypes, m.slot, m.zero_copy, schedule, c.group, site)
+    token = e.call(ops.start_coalesced.default, *arguments)
+    results = e.call(ops.finish_coalesced.default, token, *arguments)
+    values = [e.item(results, i) for i in range(len(parts))]
+    if m.zero_copy:
+        e.call(ops.release_coalesced.default, values, *last)
+    return values
 
 
 def _emit_pair(

@@ -7,6 +7,9 @@
 A bucket has the fixed steps of one collective: begin, waits and end. Its parts (match/bucket_parts.py) are pushed, copied and
 summed one by one. A bucket of one part is an ordinary split collective, one of several parts a coalesced one.
 
+A bucket of large gathers whose results may all stay in landing memory is zero-copy (windows/landing_result.py). It holds no
+others: nothing of it is released before the last reader of all.
+
 A bucket holds collectives of one kind and group. Gathers are ordered by their first readers, reductions by the nodes that make
 their data ready. Neighbors are joined, the nearest in time first, as long as the time that both have in common hides the
 transfer of all, and the bytes are within the limits.
@@ -52,7 +55,8 @@ def join_requested(splits: Mapping[int, SplitCandidate], costs: SiteCosts) -> di
             requested.setdefault(s.requested_bucket, []).append(s)
     result = {i: s for i, s in splits.items() if s.may_be_alone}
     for members in requested.values():
-        if len(members) > 1 and len(kinds := {_class_of(m, may_coalesce=True) for m in members}) == 1 and None not in kinds:
+        kinds = {_class_of(replace(m, zero_copy_times=None), may_coalesce=True) for m in members}
+        if len(members) > 1 and len(kinds) == 1 and None not in kinds:
             bucket = _join(members, costs)
             result = {i: s for i, s in result.items() if i not in bucket.numbers} | {bucket.number: bucket}
     return dict(sorted(result.items()))
@@ -84,7 +88,12 @@ def _class_of(s: SplitCandidate, may_coalesce: bool) -> tuple[Any, ...] | None:
     has_one_part = c.hosts > 1 or not may_coalesce
     if has_one_part and not is_copied(c):
         return None
-    return c.op, c.group, c.reduce_op, s.strategy, types_of(c) if has_one_part else None
+    return c.op, c.group, c.reduce_op, s.strategy, types_of(c) if has_one_part else None, _may_stay(s)
+
+
+def _may_stay(s: SplitCandidate) -> bool:
+    """Return whether the result may stay in landing memory, and is sent from its place."""
+    return s.zero_copy_times is not None and not is_copied(s.window.collective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,30 +166,30 @@ def _join_neighbors(alone: Sequence[_Group], limits: _Limits) -> list[_Group]:
     return [groups[g] for g in dict.fromkeys(group_of)]
 
 
-def _join(members: Iterable[SplitCandidate], costs: SiteCosts) -> SplitCandidate:
+def _join(members: Sequence[SplitCandidate], costs: SiteCosts) -> SplitCandidate:
     """Return the candidate of a bucket."""
     ordered = sorted(members, key=lambda s: s.number)
-    head = ordered[0]
+    head, may_stay = ordered[0], all(map(_may_stay, members))
     return replace(
         head,
         window=replace(head.window, bucket=tuple(s.window for s in ordered[1:])),
-        times=_times(ordered, costs),
+        times=_times(ordered, costs, zero_copy=False),
         landing_bytes=sum(s.landing_bytes for s in ordered),
         held_bytes=sum(s.held_bytes for s in ordered),
         halves=None,
-        readers=(),
-        zero_copy_times=None,
+        readers=tuple(dict.fromkeys(n for s in ordered for n in s.readers)) if may_stay else (),
+        zero_copy_times=_times(ordered, costs, zero_copy=True) if may_stay else None,
         bucket=tuple(ordered),
     )
 
 
-def _times(members: Sequence[SplitCandidate], costs: SiteCosts) -> SplitTimes:
+def _times(members: Sequence[SplitCandidate], costs: SiteCosts, zero_copy: bool) -> SplitTimes:
     """Return the times of a bucket: the fixed steps of one collective, the other steps of each part, and its copies."""
     c = members[0].window.collective
     profile = costs.policy.profile(c.ranks, c.node.meta["val"].device.type)
     parts = [[members[i] for i in part] for part in bucket_parts([s.window.collective for s in members])]
     priced = [_price_part(part, profile, costs) for part in parts]
-    times = coalesced_times(tuple(shape for shape, _, _ in priced), members[0].strategy.chunks, profile)
+    times = coalesced_times(tuple(shape for shape, _, _ in priced), members[0].strategy.chunks, profile, zero_copy)
     return replace(
         times,
         plain_us=sum(s.times.plain_us for s in members),

@@ -67,11 +67,12 @@ def release_position(window: Window, found: Sequence[Node], order: FusionOrder, 
     None where a reader moves with the finish of another window, or where the slot would be taken during a call that bounds the
     window. `found`: of `find_readers`.
     """
-    own = {window.collective.wait, *window.trail}
+    own = {node for w in window.each for node in (w.collective.wait, *w.trail)}
     others = [n for n in found if n not in own]
     if any(n in moving for n in others):
         return None
     # A copy of the trail that stands behind the finish stays there.
     late = [*others, *(n for n in found if n in own and alias_base(n) is None)]
-    release, begin = max((order.span(n)[1] + 1 for n in late), default=0), order.position[window.collective.node]
+    release = max((order.span(n)[1] + 1 for n in late), default=0)
+    begin = min(order.position[w.collective.node] for w in window.each)
     return None if any(begin < order.position[call] < release for call in window.calls) else release

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from ub_overlap.runtime.schedule.steps import Part
 
 from ..graph.arrange import arrange, sort_by_keys
-from ..graph.aten import alias_base, is_mutable, node_arg, tensor_of
+from ..graph.aten import alias_base, is_mutable, tensor_of
 from ..graph.emitter import SITE
 from ..match.window import Window
 from .placement import Placed
@@ -71,6 +71,7 @@ def _part(node: Node) -> Part | None:
         ops.start_all_to_all.default: Part.START,
         ops.finish_all_to_all.default: Part.FINISH,
         ops.release_collective.default: Part.RELEASE,
+        ops.release_coalesced.default: Part.RELEASE,
     }
     return parts.get(node.target)
 
@@ -116,7 +117,7 @@ def _releases(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
     """Return for each node the releases that follow it: of the memory that it reads, or is a view of."""
     found: dict[Node, list[Node]] = {}
     for release in (n for n in nodes if _part(n) is Part.RELEASE):
-        todo, seen = [node_arg(release)], {release}
+        todo, seen = list(release.all_input_nodes), {release}
         while todo:
             for user in todo.pop().users:
                 if user in seen:

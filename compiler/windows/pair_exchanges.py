@@ -8,7 +8,8 @@ A layer computed in two halves (tokens/) is traced one half after the other. Eac
 although the other half has work to do meanwhile. So the next exchange that is independent of one moves behind it, in front of
 what reads the first, with all that it needs: a wait, the experts of its half. Both are then started early, and the window of
 each holds compute of the other half. Counts that the host reads for the second one are exchanged and read with those of the
-first: behind the first one, the host would wait for a transfer in front of them on the link, and issue nothing meanwhile.
+first: behind the first one, the host would wait for a transfer in front of them on the link, and issue nothing meanwhile. Only
+what a router computes moves there: the first exchange starts behind it.
 
 A graph whose peak memory would grow too much stays as it is. So do the steps of rings: a rank that attends to no other keys has
 steps that are independent of each other, and other ranks do not (ring_slots.py).
@@ -20,19 +21,25 @@ from collections.abc import Iterable
 
 from torch.fx import Graph, Node
 
+from ub_overlap import _torch_compat as compat
+
 from ..cost.assumed_sizes import assume_sizes
 from ..cost.policy import Policy
 from ..cost.site_sizes import Hints, hints_of
 from ..graph.arrange import arrange
-from ..graph.aten import c10d, is_mutable, is_random, tensor_of
+from ..graph.aten import alias_base, c10d, is_mutable, is_random, tensor_of
+from ..graph.compute import is_compute
+from ..graph.matmul import as_matmul
 from ..match.all_to_all import host_reads_of, is_permute, match_all_to_all, split_nodes, why_not_split
-from ..match.collectives import Collective, read_collective
+from ..match.collectives import Collective, is_collective, read_collective
 from ..match.site import Split
 from ..plan.reasons import Reason
-from ..select.peak_memory import PeakMemory
+from ..select.peak_memory import PeakMemory, bytes_of
 
 NEXT = 3
 """Exchanges behind one of which the first independent one is taken: those of a layer."""
+ROUTER_WIDTH = 1024
+"""Columns of a router's matmul at most: one for each expert. The columns are the same on ranks with other numbers of tokens."""
 
 
 def pair_exchanges(graph: Graph, policy: Policy) -> int:
@@ -48,15 +55,18 @@ def pair_exchanges(graph: Graph, policy: Policy) -> int:
         return 0
     before = list(graph.nodes)
     order = _Sequence(list(before))
-    moved = sum(order.bring_next(c, exchanges) for c in exchanges)
-    if not moved:
+    pairs = [(c, other) for c in exchanges if (other := order.bring_next(c, exchanges)) is not None]
+    if not pairs:
         return 0
     limit = PeakMemory.of(graph, hints).limit
     arrange(order.items)
     if PeakMemory.of(graph, hints).peak > limit:
         arrange(before)
         return 0
-    return moved
+    for c, other in pairs:
+        order.read_first(c, other, hints)
+    arrange(order.items)
+    return len(pairs)
 
 
 def _may_pair(c: Collective, policy: Policy, hints: Hints) -> bool:
@@ -78,8 +88,11 @@ class _Sequence:
         self.items = items
         self.position = {n: i for i, n in enumerate(items)}
 
-    def bring_next(self, c: Collective, exchanges: list[Collective]) -> bool:
-        """Move the first exchange that is independent of `c` behind it, unless it is in front of the readers of `c` anyway."""
+    def bring_next(self, c: Collective, exchanges: list[Collective]) -> Collective | None:
+        """Move the first exchange that is independent of `c` behind it, unless it is in front of the readers of `c` anyway.
+
+        Return it, None where nothing moves.
+        """
         at = self.position[c.node]
         later = sorted((o for o in exchanges if self.position[o.node] > at), key=lambda o: self.position[o.node])
         assert c.wait is not None
@@ -90,20 +103,24 @@ class _Sequence:
             if c.node in needed:
                 continue
             if first > there or not self._may_move(needed, at, there):
-                return False
+                return None
             self._move(needed, at, there)
-            self._read_first(c, other)
-            return True
-        return False
+            return other
+        return None
 
-    def _read_first(self, c: Collective, other: Collective) -> None:
-        """Move what the host reads for `other` in front of what it reads for `c`, so that it waits once for both."""
+    def read_first(self, c: Collective, other: Collective, hints: Hints) -> None:
+        """Move what the host reads for `other` in front of what it reads for `c`, so that it waits once for both.
+
+        Nothing moves that takes long, or that has more than twice the bytes that `c` sends.
+        """
         reads = _host_reads(c)
         if not reads:
             return
         at = min(self.position[read] for read in reads)
         needed = self._between(_host_reads(other), at)
-        if not needed or not needed.isdisjoint(reads):
+        if not needed or not needed.isdisjoint(reads) or not all(map(_is_of_router, needed)):
+            return
+        if sum(bytes_of(n, hints) for n in needed if alias_base(n) is None) > 2 * bytes_of(c.input, hints):
             return
         there = max(self.position[n] for n in needed)
         if self._may_move(needed, at, there):
@@ -129,6 +146,17 @@ class _Sequence:
         part = [n for n in part if n in nodes] + [n for n in part if n not in nodes]
         self.items[at + 1 : there + 1] = part
         self.position |= {n: i for i, n in enumerate(part, at + 1)}
+
+
+def _is_of_router(node: Node) -> bool:
+    """Return whether `node` may be part of a router: a narrow matmul, an exchange of counts, or what is no matmul."""
+    value = tensor_of(node)
+    if is_collective(node):
+        return value is not None and not value.dtype.is_floating_point
+    if not is_compute(node):
+        return not isinstance(node.target, compat.HigherOrderOperator)
+    width = None if as_matmul(node) is None or value is None else value.shape[-1]
+    return isinstance(width, int) and width <= ROUTER_WIDTH
 
 
 def _host_reads(c: Collective) -> set[Node]:

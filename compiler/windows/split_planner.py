@@ -113,7 +113,7 @@ class SplitPlanner:
 
         def is_free(s: SplitCandidate) -> bool:
             site = assignments[s.number].site
-            return (site is None or isinstance(site, Fused)) and s.halves is None and s.zero_copy_times is None
+            return (site is None or isinstance(site, Fused)) and s.halves is None
 
         alone = {i: self.splits.get(i, s) for i, s in self._all.items() if not s.is_required}
         free = [s for s in alone.values() if s.may_share and not s.bucket and is_free(s)]

@@ -38,7 +38,7 @@ from ..graph.arrange import arrange
 from ..graph.aten import c10d, is_mutable, is_random, tensor_of
 from ..graph.attention import as_attention
 from ..graph.compute import is_compute
-from ..match.all_to_all import why_not_split
+from ..match.all_to_all import host_reads_of, split_nodes, why_not_split
 from ..match.candidates import match_collective
 from ..match.collectives import Collective, Op, find_collectives, is_collective
 from ..match.site import Miss, Split
@@ -50,8 +50,8 @@ from .placement import SLACK, SLACK_US
 REACH = 400
 """Nodes examined on each side of a window: those of a few layers. Keeps the pass linear in the depth of the model."""
 LAUNCHES = 4
-"""A kernel that is no longer than so many launches is not advanced: the host needs longer for it, and it would come to all that
-is behind the window later."""
+"""Where the host reads numbers for an exchange, it has issued nothing behind it. A kernel that is no longer than so many
+launches is then not advanced into the window: the host needs longer for it, and comes later to what is behind the window."""
 TRIES = 4
 """Orders that are tried at most, each with fewer windows, until one is within the memory limit."""
 
@@ -198,7 +198,8 @@ class _Order:
     reductions: Collection[Node] = ()
     """Those that may be delayed."""
     short_us: float = 0.0
-    """What takes no longer is not advanced for its own sake, unless it is a matmul or attention."""
+    """What takes no longer is not advanced for its own sake into the window of an exchange for which the host reads numbers,
+    unless it is a matmul or attention."""
     fixed: Collection[Node] = ()
     """Collectives into whose windows nothing moves. What is in them is not taken from them."""
     moved_for: dict[Node, list[Node]] = field(default_factory=dict)
@@ -262,6 +263,8 @@ class _Order:
     def _find_advanced(self, position: dict[Node, int], first: int, window: Window, missing_us: float) -> list[Node]:
         """Return nodes behind the first reader, at position `first`, that may run in front of it, in order."""
         results = {window.collective.wait, *window.trail}
+        is_read = any(map(host_reads_of, split_nodes(window.collective))) if window.collective.op is Op.ALL_TO_ALL else False
+        least_us = self.short_us if is_read else 0.0
         advanced: set[Node] = set()
         for node in self.items[first : first + REACH]:
             if missing_us <= 0 or is_barrier(node):
@@ -269,12 +272,16 @@ class _Order:
             inputs, can_move = node.all_input_nodes, may_move(node) or node in self.gathers
             if can_move and all(i in advanced or (position[i] < first and i not in results) for i in inputs):
                 advanced.add(node)
-                missing_us -= self._clock[node]
-        return self._worthwhile(self._with_time(advanced), position)
+                missing_us -= self._clock[node] if self._fills(node, least_us) else 0.0
+        return self._worthwhile(self._with_time(advanced, least_us), position)
 
-    def _with_time(self, nodes: set[Node]) -> set[Node]:
+    def _fills(self, node: Node, least_us: float) -> bool:
+        """Return whether `node` is advanced for its own sake."""
+        return self._clock[node] > (0.0 if is_compute(node) else least_us)
+
+    def _with_time(self, nodes: set[Node], least_us: float) -> set[Node]:
         """Return those of `nodes` that take time, and what feeds them. Gathers for later readers stay where they are."""
-        kept, todo = set[Node](), [n for n in nodes if self._clock[n] > (0.0 if is_compute(n) else self.short_us)]
+        kept, todo = set[Node](), [n for n in nodes if self._fills(n, least_us)]
         while todo:
             node = todo.pop()
             if node not in kept:

@@ -79,6 +79,11 @@ void Call::set_arena(Arena* of) {
     for (Call& tensor : coalesced) tensor.arena = of;
 }
 
+void Call::put_output_in_landing() {
+    output = landing(rank);
+    for (Call& tensor : coalesced) tensor.output = tensor.landing(rank);
+}
+
 void Call::set_outputs(const Call& from) {
     output = from.output;
     order = from.order, ordered_rows = from.ordered_rows, unordered = from.unordered;

@@ -203,6 +203,8 @@ struct Call {
     // Adds a tensor to the coalesced collective, behind those that it has.
     void add_coalesced(Call tensor);
     void set_arena(Arena* of);
+    // Lets the results of a zero-copy gather be its landing memory.
+    void put_output_in_landing();
     // Takes the outputs of another description of this call.
     void set_outputs(const Call& from);
     // What a copy step moves, the sums of a reduction, and the matmuls of a step; in this order.

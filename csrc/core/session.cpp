@@ -314,7 +314,7 @@ void Session::end_abandoned(OpenCollective& open, Executor& executor) {
     };
     if (!open.is_finished) {
         if (call.key.zero_copy) {
-            call.output = call.arena->slot(rank_, call.slot());
+            call.put_output_in_landing();
         } else {
             allocate_output(call);
             for (Call& tensor : call.coalesced) allocate_output(tensor);
@@ -365,8 +365,12 @@ void Session::finish(Call& call, Executor& executor) {
     }
     std::unique_ptr<OpenCollective> open = std::move(open_[call.split_slot]);
     Call& own = open->call;
-    if (own.key.zero_copy) call.output = own.arena->slot(rank_, own.slot());
-    own.set_outputs(call);
+    if (own.key.zero_copy) {
+        own.put_output_in_landing();
+        call.set_outputs(own);
+    } else {
+        own.set_outputs(call);
+    }
     own.stream = call.stream;
     open->finish_ns = std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
     run_split_op_of(own, open->number, [&] {

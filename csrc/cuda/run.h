@@ -311,8 +311,10 @@ class Run final : public OpenWork {
             outputs.parts[outputs.count++].bytes = bytes;
         };
         const bool was_returned = final && call_.key.zero_copy;
-        if (!was_returned) add(call_.output, call_.output_bytes());
-        for (const Call& tensor : call_.coalesced) add(tensor.output, tensor.output_bytes());
+        if (!was_returned) {
+            add(call_.output, call_.output_bytes());
+            for (const Call& tensor : call_.coalesced) add(tensor.output, tensor.output_bytes());
+        }
         if (call_.output_scales) {
             const int64_t rows = call_.collective == Collective::scatter ? call_.rows(call_.rank) : call_.total_rows();
             add(call_.output_scales, call_.outer * rows * call_.scales_a_row * static_cast<int64_t>(sizeof(float)));

@@ -84,8 +84,7 @@ class CollectiveHandle:
         self._result: Any = None
         self._slots = _open.setdefault(compat.group_of(group), {})
         self._slot = _take_slot(self._slots, call)
-        layout_of_landing = () if op == "coalesced" else (False,)  # zero_copy, or one_area
-        all_arguments = (*arguments, self._slot, *layout_of_landing, "bulk", group, call.site)
+        all_arguments = (*arguments, self._slot, False, "bulk", group, call.site)  # no zero_copy, no one_area
         with _name_dropped(self._slots):
             token = getattr(OPS, f"start_{op}")(input, *all_arguments)
         sent = [input] if isinstance(input, Tensor) else input

@@ -5,6 +5,7 @@
     matmul_all_reduce                                           the same, reduced to all ranks
     bulk                                                        a collective concurrent with independent matmuls
     start_collective, finish_collective, release_collective     a collective concurrent with everything between them
+    start_coalesced, finish_coalesced, release_coalesced        the same of several tensors
     start_all_to_all, finish_all_to_all                         an exchange of pieces of any sizes, likewise in two ops
     fused_collective                                            a collective of few tokens and what follows, as one kernel
     packed_weight                                               weights next to each other in memory as one matrix
@@ -47,6 +48,7 @@ from . import (
     fused_collective,
     matmul_all_reduce,
     matmul_reduce_scatter,
+    release_coalesced,
     release_collective,
     scaled_matmul_reduce_scatter,
     start_all_to_all,
@@ -82,6 +84,7 @@ DEFINITIONS: dict[str, OpDefinition[Any]] = {
         finish_all_to_all.DEFINITION,
         start_coalesced.DEFINITION,
         finish_coalesced.DEFINITION,
+        release_coalesced.DEFINITION,
     )
 }
 """The ops that overlap, by name."""

@@ -36,7 +36,7 @@ from .all_to_all_args import AllToAllArgs, make_result
 from .c10d_launch import start_all_gather, start_all_reduce, start_reduce_scatter
 from .coalesced_args import CoalescedArgs, each_collective
 from .plain_collective import launch, wait_for
-from .spared_multiprocessors import spare
+from .spared_multiprocessors import multiprocessors_for, spare, use_all
 from .start_args import StartArgs
 
 SplitArgs: TypeAlias = StartArgs | AllToAllArgs | CoalescedArgs
@@ -62,10 +62,8 @@ class OpenCollective:
     token: Any
     is_captured: bool
     """Its start is part of a CUDA graph."""
-
-    @property
-    def is_on_gpu(self) -> bool:
-        return _inputs(self.arguments)[0].is_cuda
+    spared: int
+    """The key of what matmuls leave to it."""
 
     @property
     def is_abandoned(self) -> bool:
@@ -84,20 +82,15 @@ def start(a: SplitArgs) -> Tensor:
     token = make_token(a)
     each = each_collective(a) if isinstance(a, CoalescedArgs) else [a]
     launched = [_exchange(one) if isinstance(one, AllToAllArgs) else _reduce_or_gather(one) for one in each]
-    slots[a.split_slot] = OpenCollective(a, launched, compat.weak_storage(token), _is_captured(a))
-    _spare_multiprocessors(a)
+    is_running = any(one.work is not None for one in launched)
+    spared = spare(token, multiprocessors_for(a.group, token.device) if is_running else 0)
+    slots[a.split_slot] = OpenCollective(a, launched, compat.weak_storage(token), _is_captured(a), spared)
     return token
 
 
 def make_token(a: SplitArgs) -> Tensor:
     """Return a token: it orders finish after start, and has no content."""
     return _inputs(a)[0].new_empty((1,), dtype=torch.uint8)
-
-
-def _spare_multiprocessors(a: SplitArgs) -> None:
-    """Let matmuls leave multiprocessors to NCCL while a collective of it is open."""
-    if _inputs(a)[0].is_cuda:
-        spare(any(one.is_on_gpu and not one.is_abandoned for slots in list(_open.values()) for one in slots.values()))
 
 
 def _free_slot(a: SplitArgs, slots: dict[int, OpenCollective]) -> None:
@@ -153,7 +146,7 @@ def finish(a: SplitArgs) -> list[Tensor]:
             fix="pass the arguments of the start, and finish every collective once",
         )
     del slots[a.split_slot]  # also where it fails: the error ends the collective
-    _spare_multiprocessors(a)
+    use_all(begun.spared)
     return [_wait(one) for one in begun.launched]
 
 

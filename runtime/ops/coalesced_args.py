@@ -16,6 +16,7 @@ class CoalescedArgs(NamedTuple):
     reduce_op: str
     out_dtypes: list[torch.dtype]
     split_slot: int
+    zero_copy: bool
     strategy: str
     group: str
     site: str
@@ -24,4 +25,4 @@ class CoalescedArgs(NamedTuple):
 def each_collective(a: CoalescedArgs) -> list[StartArgs]:
     """Return the coalesced collective as collectives of one tensor each."""
     pairs = zip(a.inputs, a.out_dtypes, strict=True)
-    return [StartArgs(x, a.collective, a.reduce_op, dtype, a.split_slot, False, *a[5:]) for x, dtype in pairs]
+    return [StartArgs(x, a.collective, a.reduce_op, dtype, *a[4:]) for x, dtype in pairs]

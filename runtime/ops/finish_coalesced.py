@@ -17,7 +17,7 @@ from .definition import OpDefinition
 
 SCHEMA = (
     "finish_coalesced(Tensor token, Tensor[] inputs, str collective, str reduce_op, ScalarType[] out_dtypes, int split_slot, "
-    "str strategy, str group, str site) -> Tensor[]"
+    "bool zero_copy, str strategy, str group, str site) -> Tensor[]"
 )
 
 
@@ -28,6 +28,7 @@ class FinishCoalescedArgs(NamedTuple):
     reduce_op: str
     out_dtypes: list[torch.dtype]
     split_slot: int
+    zero_copy: bool
     strategy: str
     group: str
     site: str

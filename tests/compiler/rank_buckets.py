@@ -63,5 +63,9 @@ def run_blocks(rank: int, world: int, options: dict[str, Any], device: str = "cp
     sizes = [sum(name != "-" for name in buckets(p.decisions)) for p in plans]
     if len(plans) != 2 or min(sizes) <= 3:
         return f"{len(plans)} plans, collectives in buckets: {sizes}"
+    joined = [[d.window for d in p.decisions if d.window and d.window.bucket] for p in plans]
+    stays = [sum(window.releases is not None for window in windows) for windows in joined]
+    if (max(stays) > 1) != ("zero_copy" in options):
+        return f"in buckets that stay in landing memory: {stays}"
     large = [sum(name != "-" and size(d) > 2 for d, name in zip(p.decisions, buckets(p.decisions), strict=True)) for p in plans]
     return "" if width < 1024 or max(large) > 1 else f"weights in buckets: {large}"

@@ -151,10 +151,35 @@ def test_look_alikes(d: Dag, options: Options) -> None:
     assert {name for i, name in enumerate(buckets(plan(d, options).decisions)) if i % 4} == {"-"}
 
 
-def test_zero_copy_gathers_are_not_joined() -> None:
+def test_zero_copy_buckets() -> None:
+    """Weights whose readers are known stay in landing memory together; norms, which Inductor would store, are copied apart."""
     found = plan(layers(), replace(AUTO, zero_copy="auto")).decisions
-    in_place = [d for d in found if d.window and d.window.releases is not None]
-    assert in_place and all(d.window is None or d.window.bucket is None for d in in_place)
+    names = buckets(found)
+    in_place = {names[i] for i, d in enumerate(found) if d.window and d.window.releases is not None}
+    copied = {names[i] for i, d in enumerate(found) if d.window and d.window.releases is None}
+    assert in_place - {"-"} and in_place.isdisjoint(copied - {"-"})
+    norms = {i for i in range(len(found)) if i % 4 == 0}
+    assert all(d.window is None or d.window.releases is None for i, d in enumerate(found) if i in norms)
+    joined = [i for i in range(len(found)) if names[i] in in_place - {"-"}]
+    assert len(joined) > 1 and norms.isdisjoint(joined)
+
+
+def test_a_zero_copy_bucket_in_a_graph() -> None:
+    """One start, one finish, and one release of all results, behind the last reader of each."""
+    d = layers()
+    decided = decide(d.graph, replace(AUTO, zero_copy="auto"), "forward", lambda *_: None)
+    rewrite(d.graph, decided.chosen, Outputs(), False, decided.layout)
+    order = list(d.graph.nodes)
+    releases = [n for n in order if n.target is OPS.release_coalesced.default]
+    assert releases
+    for release in releases:
+        (finish,) = {n.all_input_nodes[0] for n in release.all_input_nodes}
+        assert finish.target is OPS.finish_coalesced.default and finish.args[6] is True
+        (start,) = {n for n in finish.all_input_nodes if n.target is OPS.start_coalesced.default}
+        assert start.args[5] is True and len(release.all_input_nodes) == len(start.args[0]) > 1  # type: ignore[arg-type]
+        last = max(order.index(user) for n in release.all_input_nodes for user in n.users if user is not release)
+        assert last < order.index(release) and (release.args[1], *release.args[2:]) == (start.args[4], *start.args[6:])
+        assert any("matmul" in str(n.target) for n in order[order.index(start) : order.index(finish)])
 
 
 def test_a_required_split_stays_alone() -> None:

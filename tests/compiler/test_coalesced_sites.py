@@ -24,8 +24,15 @@ def test_four_ranks(pool4: RankPool) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"inner": "aot_eager"}, {"memory_budget": 0}, {"inner": "aot_eager", "verify": True, "memory_budget": 0}],
-    ids=["aot_eager", "inductor", "verify"],
+    [
+        {"inner": "aot_eager"},
+        {"memory_budget": 0},
+        {"inner": "aot_eager", "verify": True, "memory_budget": 0},
+        {"inner": "aot_eager", "memory_budget": 0, "zero_copy": "auto"},
+        {"memory_budget": 0, "zero_copy": "auto"},
+        {"memory_budget": 0, "zero_copy": "auto", "cpp_wrapper": True},
+    ],
+    ids=["aot_eager", "inductor", "verify", "zero-copy", "zero-copy inductor", "zero-copy C++ wrapper"],
 )
 def test_blocks(pool2: RankPool, options: dict[str, Any]) -> None:
     """Weights, biases and norms of a compiled model: two steps with the gradients of eager code."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.fx import Graph, Interpreter, Node
 
-from tests.compiler.dags import Dag, aten, c10d, inputs_of, module_of
+from tests.compiler.dags import aten, c10d, inputs_of, module_of
+from tests.compiler.exchange_dags import LAYER, PAIRED, ROWS, WIDTH, ExchangeDag
 from ub_overlap.compiler.cost.policy import Policy
 from ub_overlap.compiler.match.collectives import find_collectives
 from ub_overlap.compiler.options import Options
@@ -23,52 +24,6 @@ from ub_overlap.compiler.windows.pair_exchanges import NEXT, pair_exchanges
 from ub_overlap.runtime import ops
 
 AUTO = Options(profile="h200", min_bytes=0)
-ROWS, WIDTH = 16, 8
-
-
-class ExchangeDag(Dag):
-    """Builder of graphs with exchanges. `names`: what `order_of` calls a node."""
-
-    def __init__(self, rows: int = ROWS, width: int = WIDTH) -> None:
-        super().__init__()
-        self.rows, self.width = rows, width
-        self.names: dict[Node, str] = {}
-
-    def named(self, name: str, node: Node) -> Node:
-        self.names[node] = name
-        return node
-
-    def exchange(self, name: str, x: Node, splits: Sequence[int] = ()) -> Node:
-        """Append an all_to_all of `name` and return its wait. `splits`: the rows for each rank, even unless given."""
-        rows = list(splits) or [x.meta["val"].shape[0] // self.ranks] * self.ranks
-        node = self.graph.call_function(c10d.all_to_all_single.default, (x, rows, rows, self.group))
-        node.meta["val"] = x.meta["val"]
-        self.named(name, node)
-        return self.call(c10d.wait_tensor.default, node)
-
-    def relu(self, x: Node) -> Node:
-        return self.call(aten.relu.default, x)
-
-    def cast(self, x: Node, dtype: torch.dtype) -> Node:
-        return self.call(torch.ops.prims.convert_element_type.default, x, dtype)
-
-    def tokens(self, number: int) -> tuple[Node, Node]:
-        """Return tokens and the weight of their expert."""
-        return self.input(f"x{number}", self.rows, self.width), self.input(f"w{number}", self.width, self.width)
-
-    def layer(self, number: int, tokens: tuple[Node, Node]) -> Node:
-        """Append dispatch, experts, combine and sum of `tokens`. Return the sum."""
-        sent = self.exchange(f"dispatch {number}", tokens[0])
-        back = self.exchange(f"combine {number}", self.named(f"experts {number}", self.mm(sent, tokens[1])))
-        return self.named(f"sum {number}", self.relu(back))
-
-    def layers(self, count: int) -> Graph:
-        """Return a graph of `count` independent layers, one behind the other."""
-        tokens = [self.tokens(i) for i in range(count)]
-        return self.output(*[self.layer(i, t) for i, t in enumerate(tokens)])
-
-    def order(self) -> list[str]:
-        return [self.names[n] for n in self.graph.nodes if n in self.names]
 
 
 def pair(graph: Graph, options: Options = AUTO) -> int:
@@ -94,10 +49,6 @@ class Exchanged(Interpreter):
 def results(graph: Graph, seed: int = 0) -> list[torch.Tensor]:
     with torch.no_grad():
         return list(Exchanged(module_of(graph)).run(*inputs_of(graph, seed)))
-
-
-LAYER = ["dispatch 0", "experts 0", "combine 0", "sum 0", "dispatch 1", "experts 1", "combine 1", "sum 1"]
-PAIRED = ["dispatch 0", "dispatch 1", "experts 0", "combine 0", "experts 1", "combine 1", "sum 0", "sum 1"]
 
 
 def test_two_halves() -> None:

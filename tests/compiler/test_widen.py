@@ -8,6 +8,7 @@ import pytest
 from torch.fx import Graph, Node
 
 from tests.compiler.dags import Dag, aten
+from tests.compiler.exchange_dags import ReadDag
 from ub_overlap.compiler.cost.policy import Policy
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.select.peak_memory import PeakMemory
@@ -185,3 +186,23 @@ def test_windows_within_the_memory_limit_are_widened(
     product, start, read = stays
     assert order_of(graph, *stays) == ([product, start, read] if is_limited else [start, product, read])
     assert (PeakMemory.of(graph, {}).peak <= peak) == is_limited
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_short_kernels_are_not_advanced_where_the_host_reads(is_read: bool) -> None:
+    """Behind an exchange whose numbers the host has read, the host issues what is in the window first. So a matmul moves there
+    past short kernels, which fill other windows."""
+    d = ReadDag(WIDTH)
+    rows, w, x, indices = d.input("rows", ROWS, WIDTH), d.input("w", WIDTH, WIDTH), d.input("x", 16, 64), d.input("i", 64, 64)
+    count = d.number(0, d.counts(0, x)) if is_read else ROWS // 2
+    landed = d.exchange("dispatch", rows, [count] * 2)  # type: ignore[list-item]
+    first = d.relu(landed)
+    short = [indices]
+    for _ in range(8):
+        short.append(d.call(aten.cumsum.default, short[-1], 0))
+    other = d.mm(rows, w)
+    graph = d.output(first, *short[1:], other)
+    widen(graph)
+    order = list(graph.nodes)
+    assert order.index(other) < order.index(first)
+    assert (order.index(short[1]) < order.index(first)) == (not is_read)

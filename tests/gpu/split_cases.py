@@ -35,10 +35,15 @@ def split(
 
 
 def coalesced(
-    tensors: list[Tensor], collective: str, by: str = "sum", out_dtypes: list[torch.dtype] | None = None, slot: int = 0
+    tensors: list[Tensor],
+    collective: str,
+    by: str = "sum",
+    out_dtypes: list[torch.dtype] | None = None,
+    slot: int = 0,
+    zero_copy: bool = False,
 ) -> Case:
     """Return the case of one collective of several tensors."""
-    return COALESCED, (tensors, collective, by, out_dtypes or [x.dtype for x in tensors], slot)
+    return COALESCED, (tensors, collective, by, out_dtypes or [x.dtype for x in tensors], slot, zero_copy)
 
 
 def exchange(x: Tensor, output_splits: list[int], input_splits: list[int], slot: int = 0, one_area: bool = False) -> Case:
@@ -74,13 +79,13 @@ def start(case: Case, strategy: str, group: str, site: str) -> Tensor:
 def finish(token: Tensor, case: Case, strategy: str, group: str, site: str) -> list[Tensor]:
     """Run the second op and return its outputs. A zero-copy gather is copied and released."""
     out = getattr(OPS, FINISH[case[0]])(token, *case[1], strategy, group, site)
-    if not isinstance(out, Tensor):
-        return list(out)
-    if case[0] != SPLIT or not case[1][-1]:
-        return [out]
-    slot, copy = case[1][-2], out.clone()
-    OPS.release_collective(out, slot, strategy, group, site)
-    return [copy]
+    outs = [out] if isinstance(out, Tensor) else list(out)
+    if case[0] == EXCHANGE or not case[1][-1]:
+        return outs
+    slot, copies = case[1][-2], [x.clone() for x in outs]
+    release = OPS.release_coalesced if case[0] == COALESCED else OPS.release_collective
+    release(out, slot, strategy, group, site)
+    return copies
 
 
 def run_plain(case: Case, group: str) -> list[Tensor]:

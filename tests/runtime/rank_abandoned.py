@@ -45,7 +45,7 @@ def leave(begin: Callable[[], Any]) -> None:
     """Start a collective, and raise. The exception is handled, so its traceback is freed."""
     try:
         token = begin()
-        raise Stopped(str(token.shape))
+        raise Stopped(str(token))
     except Stopped:
         pass
 
@@ -69,7 +69,8 @@ def all_leave(rank: int, world: int, strategy: str) -> list[str]:
     name, bad, options = fresh(world), [], {"strategy": strategy}
     zero_copy = {"zero_copy": True, **options}
     tensors = [data(2, 3, seed=rank), data(5, seed=rank).bfloat16()]
-    coalesced = ("all_gather", "sum", [x.dtype for x in tensors], 1, strategy, name, "/coalesced")
+    coalesced = ("all_gather", "sum", [x.dtype for x in tensors], 1, False, strategy, name, "/coalesced")
+    in_place = (*coalesced[:4], strategy == "bulk", *coalesced[5:])
     sent, out, of, theirs = sides(rank, [[10 * s + d for d in range(world)] for s in range(world)])
     shard, want = tensors[0], torch.cat([data(2, 3, seed=r) for r in range(world)])
     for turn in range(2):
@@ -90,6 +91,13 @@ def all_leave(rank: int, world: int, strategy: str) -> list[str]:
         got = OPS.finish_coalesced(OPS.start_coalesced(tensors, *coalesced), tensors, *coalesced)
         if not torch.equal(got[0], want):
             bad.append(f"coalesced, turn {turn}")
+        begin = partial(OPS.start_coalesced, tensors, *in_place)
+        for make in (begin, lambda begin=begin: OPS.finish_coalesced(begin(), tensors, *in_place)):
+            leave(make)
+            got = OPS.finish_coalesced(begin(), tensors, *in_place)
+            if not torch.equal(got[0], want):
+                bad.append(f"zero-copy coalesced, turn {turn}")
+            OPS.release_coalesced(got, 1, *in_place[5:])
     return bad + gather(name, rank, world, 4)
 
 

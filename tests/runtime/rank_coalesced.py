@@ -21,10 +21,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def arguments(name: str, collective: str, tensors: list[Tensor], slot: int = 0, **options: Any) -> tuple[Any, ...]:
-    """Return all arguments but the tensors. options: dtypes of the results, reduce_op, strategy, site."""
+    """Return all arguments but the tensors. options: dtypes of the results, reduce_op, zero_copy, strategy, site."""
     dtypes = options.get("dtypes", [x.dtype for x in tensors])
     strategy, site = options.get("strategy", "bulk"), options.get("site", f"/coalesced.{slot}")
-    return collective, options.get("reduce_op", "sum"), dtypes, slot, strategy, name, site
+    return collective, options.get("reduce_op", "sum"), dtypes, slot, options.get("zero_copy", False), strategy, name, site
 
 
 def alone(name: str, tensor: Tensor, collective: str, reduce_op: str, dtype: torch.dtype, strategy: str) -> Tensor:
@@ -50,9 +50,12 @@ def equals_single(rank: int, world: int, times: int, strategy: str) -> list[str]
 
     def end(slot: int) -> None:
         token, tensors, args, want = opened.pop(slot)
-        for number, (got, exact) in enumerate(zip(OPS.finish_coalesced(token, tensors, *args), want, strict=True)):
+        results = OPS.finish_coalesced(token, tensors, *args)
+        for number, (got, exact) in enumerate(zip(results, want, strict=True)):
             if got.dtype != exact.dtype or got.shape != exact.shape or not torch.equal(got, exact):
                 bad.append(f"{args}: tensor {number} of {[list(x.shape) for x in tensors]}")
+        if args[4]:
+            OPS.release_coalesced(results, slot, *args[5:])
 
     with reset():
         C.testing.set_random_delay(200, 7 * rank)
@@ -65,13 +68,50 @@ def equals_single(rank: int, world: int, times: int, strategy: str) -> list[str]
             dtypes = [x.dtype if collective == "all_gather" else order.choice(DTYPES) for x in tensors]
             reduce_op = order.choice(("sum", "avg"))
             chunks = order.choice(("bulk", "bulk:chunks=5")) if strategy == "bulk" else strategy
-            args = arguments(name, collective, tensors, slot, dtypes=dtypes, reduce_op=reduce_op, strategy=chunks)
+            zero_copy = collective == "all_gather" and order.random() < 0.6
+            args = arguments(
+                name, collective, tensors, slot, dtypes=dtypes, reduce_op=reduce_op, strategy=chunks, zero_copy=zero_copy
+            )
             token = OPS.start_coalesced(tensors, *args)
             want = [alone(name, x, collective, reduce_op, dtype, strategy) for x, dtype in zip(tensors, dtypes, strict=True)]
             opened[slot] = (token, tensors, args, want)
         for slot in sorted(opened):
             end(slot)
     return bad
+
+
+def in_landing_memory(rank: int, world: int) -> dict[str, Any]:
+    """Compare the places of the results of two zero-copy collectives in one slot, then leave and misuse them."""
+    name, tensors = fresh(world), [data(3, 4, seed=rank), data(5, seed=rank).bfloat16()]
+    pairs = [(data(3, 4, seed=r), data(5, seed=r).bfloat16()) for r in range(world)]
+    want = [torch.cat(parts) for parts in zip(*pairs, strict=True)]
+    args = arguments(name, "all_gather", tensors, zero_copy=True)
+    own = args[5:]
+    places, right = [], []
+    for _ in range(2):
+        gathered = OPS.finish_coalesced(OPS.start_coalesced(tensors, *args), tensors, *args)
+        places.append([x.data_ptr() for x in gathered])
+        right.append(all(map(torch.equal, gathered, want)))
+        OPS.release_coalesced(gathered, 0, *own)
+    found = {"same memory": places[0] == places[1], "apart": len(set(places[0])) == 2, "right": right}
+    found["again"] = attempt(lambda: OPS.release_coalesced(gathered, 0, *own))["error"]
+    gathered = OPS.finish_coalesced(OPS.start_coalesced(tensors, *args), tensors, *args)
+    kept = gathered.pop()
+    del gathered
+    found["one is kept"] = attempt(lambda: OPS.start_coalesced(tensors, *args))["error"]
+    del kept
+    gathered = OPS.finish_coalesced(OPS.start_coalesced(tensors, *args), tensors, *args)  # all have left it
+    found["abandoned"] = all(map(torch.equal, gathered, want))
+    OPS.release_coalesced(gathered, 0, *own)
+    with_empty = [*tensors, data(0, 4, seed=1)]
+    more = arguments(name, "all_gather", with_empty, zero_copy=True)
+    copied = OPS.finish_coalesced(OPS.start_coalesced(with_empty, *more), with_empty, *more)
+    OPS.release_coalesced(copied, 0, *more[5:])
+    found["copies"] = torch.equal(copied[0], want[0]) and copied[0].data_ptr() not in places[0]
+    found["reduced"] = attempt(lambda: OPS.start_coalesced(tensors, *arguments(name, "all_reduce", tensors, zero_copy=True)))[
+        "error"
+    ]
+    return found
 
 
 def handles(rank: int, world: int) -> list[str]:

@@ -9,10 +9,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import ub_overlap
+from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.ops import c10d_split
 from ub_overlap.runtime.session.bind import find_session
@@ -85,6 +87,37 @@ def several_at_once(rank: int, world: int) -> list[str]:
             if not torch.equal(out, torch.cat([data(2, 3, seed=10 * slot + r) for r in range(world)])):
                 bad.append(f"slot {slot}")
         return bad
+
+
+def spares(rank: int, world: int) -> dict[str, Any]:
+    """Return torch's carve-out at moments of split collectives, as if NCCL ran them."""
+    found: dict[str, Any] = {}
+    with one_rank_a_host(world) as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(c10d_split, "multiprocessors_for", lambda group, device: 8)
+        shard = data(4, 4, seed=rank)
+        tokens = [start(name, "all_gather", shard, slot) for slot in range(2)]
+        seen = [compat.get_carveout()]
+        for slot, token in enumerate(tokens):
+            finish(name, "all_gather", token, shard, slot)
+            seen.append(compat.get_carveout())
+        found["open"] = seen
+        token = start(name, "all_reduce", shard[:0])
+        found["empty"] = compat.get_carveout()
+        finish(name, "all_reduce", token, shard[:0])
+        token = start(name, "all_gather", shard)
+        found["left"] = [compat.get_carveout()]
+        del token, tokens
+        found["left"].append(compat.get_carveout())
+        gather(name, rank, world, 4)
+        group: Any = dist.new_group(list(range(world)))
+        token = start(group.group_name, "all_gather", shard)
+        found["group ended"] = [compat.get_carveout()]
+        dist.barrier()
+        dist.destroy_process_group(group)
+        C.close_destroyed_groups()
+        del token
+        found["group ended"].append(compat.get_carveout())
+    return found
 
 
 def dies_between(rank: int, world: int, step_s: float) -> dict[str, Any]:

@@ -14,6 +14,15 @@ def test_bits_equal_those_of_single_tensors(pools: dict[int, RankPool], world: i
     assert pools[world].run(rank_coalesced.equals_single, times, strategy) == [[]] * world
 
 
+def test_results_in_landing_memory(pools: dict[int, RankPool]) -> None:
+    """A slot that was not released is free once all results are."""
+    for found in pools[2].run(rank_coalesced.in_landing_memory):
+        assert found == {
+            "same memory": True, "apart": True, "right": [True, True], "again": "OptionError", "one is kept": "OptionError",
+            "abandoned": True, "copies": True, "reduced": "OptionError",
+        }  # fmt: skip
+
+
 @pytest.mark.parametrize("what", ["handles", "fakes"])
 def test_lists(pools: dict[int, RankPool], what: str) -> None:
     assert pools[2].run(getattr(rank_coalesced, what)) == [[], []]

@@ -5,53 +5,74 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
+from tests.harness.ranks import RankPool
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import errors, settings
-from ub_overlap.runtime.ops.spared_multiprocessors import spare
+from ub_overlap.runtime.ops.spared_multiprocessors import multiprocessors_for, spare, use_all
+
+from . import rank_hosts
 
 
 @pytest.fixture
 def carveout() -> Iterator[Callable[[], int | None]]:
-    """Return torch's carve-out, which is none before and after."""
+    """Return a function that reads torch's carve-out, which is none before and after."""
     assert compat.get_carveout() is None
-    before = settings.current().nccl_multiprocessors
     yield compat.get_carveout
-    spare(False)
+    left = compat.get_carveout()
     compat.set_carveout(None)
-    settings.configure(nccl_multiprocessors=before)
+    assert left is None
 
 
-def test_while_a_collective_is_open(carveout: Callable[[], int | None]) -> None:
-    seen = []
-    for is_open in (False, True, True, False, False, True, False):
-        spare(is_open)
-        seen.append(carveout())
-    assert seen == [None, 8, 8, None, None, 8, None]
+def token() -> torch.Tensor:
+    return torch.empty(1, dtype=torch.uint8)
 
 
-def test_the_setting(carveout: Callable[[], int | None]) -> None:
-    """A number that changes meanwhile is taken back as it was set."""
-    settings.configure(nccl_multiprocessors=20)
-    spare(True)
-    settings.configure(nccl_multiprocessors=0)
-    assert carveout() == 20
-    spare(False)
+def test_until_the_last_collective_ends(carveout: Callable[[], int | None]) -> None:
+    first, second, nothing = token(), token(), token()
+    keys = [spare(first, 8), spare(second, 8), spare(nothing, 0)]
+    assert carveout() == 8
+    use_all(keys[0])
+    assert carveout() == 8
+    use_all(keys[1])
     assert carveout() is None
-    spare(True)
+    use_all(keys[0])  # again
+    use_all(spare(nothing, 0))
     assert carveout() is None
+
+
+def test_a_token_that_is_freed(carveout: Callable[[], int | None]) -> None:
+    """No finish can follow: an exception came in between, or the group has ended."""
+    kept, left = token(), token()
+    key = spare(kept, 8)
+    spare(left, 8)
+    use_all(key)
+    assert carveout() == 8
+    del left
+    assert carveout() is None
+
+
+def test_a_number_of_the_program_stays(carveout: Callable[[], int | None]) -> None:
+    held = token()
+    compat.set_carveout(3)
+    use_all(spare(held, 8))
+    assert carveout() == 3
+    compat.set_carveout(None)
+    key = spare(held, 8)
+    compat.set_carveout(5)  # while a collective is open
+    use_all(key)
+    assert carveout() == 5
+    compat.set_carveout(None)
+
+
+def test_where_nccl_does_not_run(pools: dict[int, RankPool]) -> None:
+    assert multiprocessors_for("no such group", torch.device("cpu")) == 0
     with pytest.raises(errors.OptionError, match="nccl_multiprocessors"):
         settings.configure(nccl_multiprocessors=-1)
 
 
-def test_a_number_of_the_program_stays(carveout: Callable[[], int | None]) -> None:
-    compat.set_carveout(3)
-    spare(True)
-    assert carveout() == 3
-    spare(False)
-    assert carveout() == 3
-    compat.set_carveout(None)
-    spare(True)
-    compat.set_carveout(5)  # while a collective is open
-    spare(False)
-    assert carveout() == 5
+def test_collectives_of_ranks(pools: dict[int, RankPool]) -> None:
+    """Between start and finish, of collectives with elements; after an exception in between; after errors."""
+    for found in pools[2].run(rank_hosts.spares):
+        assert found == {"open": [8, 8, None], "empty": None, "left": [8, None], "group ended": [8, None]}

@@ -114,7 +114,8 @@ class _Draw:
             dtype, rows = rng.choice((F32, BF16, F16)), rng.choice((0, 1, self.rows))
             tensors.append(self.make.randn(rows * unit, rng.randrange(1, 70), dtype=dtype))
             dtypes.append(dtype if collective == "all_gather" else rng.choice((dtype, F32)))
-        return coalesced(tensors, collective, rng.choice(("sum", "avg")), dtypes, self.split_slot)
+        zero_copy = collective == "all_gather" and rng.random() < 0.5
+        return coalesced(tensors, collective, rng.choice(("sum", "avg")), dtypes, self.split_slot, zero_copy)
 
     def exchange(self) -> Case:
         """Uneven and empty pieces. Large ones, of one size, take rounds until the areas have grown."""

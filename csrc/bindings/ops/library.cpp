@@ -67,6 +67,7 @@ static void register_ops(torch::Library& m) {
     m.impl("finish_coalesced", &finish_coalesced);
     m.impl("landing_memory", &landing_memory);
     m.impl("release_collective", &release_collective);
+    m.impl("release_coalesced", &release_coalesced);
     m.impl("start_all_to_all", &start_all_to_all);
     m.impl("finish_all_to_all", &finish_all_to_all);
 }
@@ -99,10 +100,11 @@ TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
     m.impl("fp8_cached_weight_transposed", &fp8_cached_weight_transposed);
     m.impl("fp8_layout_copy", &fp8_layout_copy);
 #else
-    for (const char* op : {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter",
-                           "scaled_matmul_reduce_scatter", "matmul_all_reduce", "bulk", "fused_collective", "start_collective",
-                           "finish_collective", "finish_collective_into", "start_coalesced", "finish_coalesced",
-                           "landing_memory", "release_collective", "start_all_to_all", "finish_all_to_all"}) {
+    for (const char* op :
+         {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter",
+          "matmul_all_reduce", "bulk", "fused_collective", "start_collective", "finish_collective", "finish_collective_into",
+          "start_coalesced", "finish_coalesced", "landing_memory", "release_collective", "release_coalesced",
+          "start_all_to_all", "finish_all_to_all"}) {
         m.impl(op, torch::CppFunction::makeFromBoxedFunction<&no_executor>());
     }
 #endif

@@ -69,11 +69,12 @@ at::Tensor finish_collective(const at::Tensor& token, const at::Tensor& input, s
                              std::string group, std::string site);
 // A coalesced collective, of several tensors. One result for each.
 at::Tensor start_coalesced(at::TensorList inputs, std::string collective, std::string reduce_op,
-                           const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot, std::string strategy,
-                           std::string group, std::string site);
+                           const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot, bool zero_copy,
+                           std::string strategy, std::string group, std::string site);
 std::vector<at::Tensor> finish_coalesced(const at::Tensor& token, at::TensorList inputs, std::string collective,
                                          std::string reduce_op, const std::vector<at::ScalarType>& out_dtypes,
-                                         int64_t split_slot, std::string strategy, std::string group, std::string site);
+                                         int64_t split_slot, bool zero_copy, std::string strategy, std::string group,
+                                         std::string site);
 // The result of the open collective, into `out`, whose dtype is the result's. `out` may be the input of an all_reduce: a shard
 // of it is written when its owner has received it. The input of an all_gather may be its place in `out`.
 void finish_collective_into(const at::Tensor& token, const at::Tensor& input, at::Tensor& out, std::string collective,
@@ -85,6 +86,7 @@ at::Tensor landing_memory(const at::Tensor& like, int64_t numel, int64_t split_s
 // Frees the slot whose landing memory a zero-copy gather has returned.
 void release_collective(const at::Tensor& gathered, int64_t split_slot, std::string strategy, std::string group,
                         std::string site);
+void release_coalesced(at::TensorList gathered, int64_t split_slot, std::string strategy, std::string group, std::string site);
 
 // Begins an exchange of pieces of rows, and returns a token. finish_all_to_all returns the rows that this rank receives: all in
 // rank order, or those whose numbers `order` has.

@@ -1,5 +1,8 @@
 #include "bindings/ops/run_op.h"
 
+#include <algorithm>
+#include <vector>
+
 #include "bindings/matmul.h"
 #include "bindings/range.h"
 #include "core/dispatch_table.h"
@@ -90,10 +93,12 @@ bool finish_on_transport(Builder& b, const std::function<void(Call&)>& prepare) 
     return true;
 }
 
-Tensor result_on_transport(Builder& b, at::IntArrayRef sizes, at::TensorOptions options) {
-    Tensor result = at::for_blob(b.call.output, sizes).options(options).target_device(b.device()).make_tensor();
-    b.session()->watch_result(b.call.split_slot, is_freed(result));
-    return result;
+void watch_results(Builder& b, at::TensorList results) {
+    std::vector<std::function<bool()>> freed;
+    for (const Tensor& result : results) freed.push_back(is_freed(result));
+    b.session()->watch_result(b.call.split_slot, [freed] {
+        return std::all_of(freed.begin(), freed.end(), [](const std::function<bool()>& is_freed) { return is_freed(); });
+    });
 }
 
 char* landing_on_transport(Builder& b) {

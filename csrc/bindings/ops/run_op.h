@@ -17,11 +17,12 @@ namespace ub_overlap {
 bool run_on_transport(Builder& b, const std::function<void(Call&)>& prepare = [](Call&) {});
 
 // The same for the ops of a split collective. `sent`: tensors that are kept until the finish. `token`: what the start returns.
-// `prepare`: gives the call its output; without one the finish sets it to landing memory, over which `result_on_transport`
-// makes the result. A release does nothing where a plain collective has run.
+// `prepare`: gives the call its output; without one the finish sets it to landing memory. A release does nothing where a plain
+// collective has run.
 bool start_on_transport(Builder& b, std::shared_ptr<void> sent, const Tensor& token);
 bool finish_on_transport(Builder& b, const std::function<void(Call&)>& prepare);
-Tensor result_on_transport(Builder& b, at::IntArrayRef sizes, at::TensorOptions options);
+// Keeps the landing memory that a finish has returned as `results` until all of them are freed.
+void watch_results(Builder& b, at::TensorList results);
 void release_on_transport(Builder& b);
 // Returns this rank's landing memory of a split call; null without a transport.
 char* landing_on_transport(Builder& b);

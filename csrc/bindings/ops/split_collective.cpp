@@ -1,5 +1,6 @@
 // A collective as two ops, or three, of one tensor or of several (coalesced). Start and finish build the same call: finish
 // finds the open one by its slot and compares their tags. Release finds it by slot and site.
+#include <algorithm>
 #include <memory>
 
 #include "bindings/fallback.h"
@@ -23,9 +24,10 @@ struct Arguments {
     at::Device device() const { return inputs[0].device(); }
 };
 
-// A group of one rank has no arena, and a slot may have no bytes for an empty tensor. Their results are copies.
-bool has_landing_memory(const Call& call, const Tensor& tensor) {
-    return call.ranks > 1 && tensor.numel() > 0;
+// A group of one rank has no arena, and a slot may have no bytes for an empty tensor. Their results are copies, also those of
+// the tensors that are sent together with an empty one.
+bool have_landing_memory(const Call& call, at::TensorList tensors) {
+    return call.ranks > 1 && std::all_of(tensors.begin(), tensors.end(), [](const Tensor& t) { return t.numel() > 0; });
 }
 
 // Fills in all of the call but its buffers. Returns the sizes of the results.
@@ -39,7 +41,7 @@ std::vector<std::vector<int64_t>> describe_call(Builder& b, const Arguments& a) 
     b.check(a.out_dtypes.size() == count, "not every tensor has an out_dtype", std::to_string(a.out_dtypes.size()),
             std::to_string(count));
     call.key.kind = "split_" + a.collective;
-    call.key.zero_copy = a.zero_copy && has_landing_memory(call, a.inputs[0]);
+    call.key.zero_copy = a.zero_copy && have_landing_memory(call, a.inputs);
     b.set_split_slot(a.split_slot);
     std::vector<std::vector<int64_t>> sizes(count);
     std::vector<Call> others(count - 1);
@@ -66,10 +68,11 @@ Call& call_of(Call& call, size_t i) {
 // Appends the arguments to a fallback's in the order of the schemas.
 FallbackCall& add_arguments(FallbackCall& fallback, const Arguments& a) {
     if (a.is_coalesced) {
-        return fallback.tensors(a.inputs).text(a.collective).text(a.reduce_op).dtypes(a.out_dtypes.vec()).integer(a.split_slot);
+        fallback.tensors(a.inputs).text(a.collective).text(a.reduce_op).dtypes(a.out_dtypes.vec());
+    } else {
+        fallback.tensor(a.inputs[0]).text(a.collective).text(a.reduce_op).dtype(a.out_dtypes[0]);
     }
-    fallback.tensor(a.inputs[0]).text(a.collective).text(a.reduce_op).dtype(a.out_dtypes[0]).integer(a.split_slot);
-    return fallback.flag(a.zero_copy);
+    return fallback.integer(a.split_slot).flag(a.zero_copy);
 }
 
 Tensor start(Arguments a) {
@@ -108,7 +111,13 @@ std::vector<Tensor> finish(const Tensor& token, const Arguments& a, std::vector<
     };
     if (finish_on_transport(b, allocate)) {
         if (!outs.empty()) return outs;
-        return {result_on_transport(b, sizes[0], options(0))};
+        std::vector<Tensor> results;
+        for (size_t i = 0; i < sizes.size(); ++i) {
+            results.push_back(
+                at::for_blob(call_of(b.call, i).output, sizes[i]).options(options(i)).target_device(b.device()).make_tensor());
+        }
+        watch_results(b, results);
+        return results;
     }
     WithGil gil;
     FallbackCall fallback(a.is_coalesced ? "finish_coalesced" : "finish_collective");
@@ -142,22 +151,22 @@ Tensor finish_collective(const Tensor& token, const Tensor& input, std::string c
 }
 
 Tensor start_coalesced(at::TensorList inputs, std::string collective, std::string reduce_op,
-                       const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot, std::string strategy,
+                       const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot, bool zero_copy, std::string strategy,
                        std::string group, std::string site) {
     return run_op(device_of(inputs), [&] {
         check_coalesced(inputs, site);
         const Site at{strategy, group, site};
-        return start({inputs, collective, reduce_op, out_dtypes, split_slot, false, at, true});
+        return start({inputs, collective, reduce_op, out_dtypes, split_slot, zero_copy, at, true});
     });
 }
 
 std::vector<Tensor> finish_coalesced(const Tensor& token, at::TensorList inputs, std::string collective, std::string reduce_op,
-                                     const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot, std::string strategy,
-                                     std::string group, std::string site) {
+                                     const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot, bool zero_copy,
+                                     std::string strategy, std::string group, std::string site) {
     return run_op(device_of(inputs), [&] {
         check_coalesced(inputs, site);
         const Site at{strategy, group, site};
-        return finish(token, {inputs, collective, reduce_op, out_dtypes, split_slot, false, at, true});
+        return finish(token, {inputs, collective, reduce_op, out_dtypes, split_slot, zero_copy, at, true});
     });
 }
 
@@ -183,18 +192,23 @@ Tensor landing_memory(const Tensor& like, int64_t numel, int64_t split_slot, std
         const std::string collective = "all_gather", reduce_op = "sum";
         const at::ScalarType dtype = like.scalar_type();
         describe_call(b, {shard, collective, reduce_op, dtype, split_slot, true, at});
-        char* memory = has_landing_memory(b.call, shard) ? landing_on_transport(b) : nullptr;
+        char* memory = have_landing_memory(b.call, shard) ? landing_on_transport(b) : nullptr;
         if (!memory) return at::empty({numel}, options);
         return at::for_blob(memory, {numel}).options(options).target_device(like.device()).make_tensor();
     });
 }
 
 void release_collective(const Tensor& gathered, int64_t split_slot, std::string strategy, std::string group, std::string site) {
-    run_op(gathered.device(), [&] {
+    release_coalesced(gathered, split_slot, strategy, group, site);
+}
+
+void release_coalesced(at::TensorList gathered, int64_t split_slot, std::string strategy, std::string group, std::string site) {
+    run_op(device_of(gathered), [&] {
+        check_coalesced(gathered, site);
         const Site at{strategy, group, site};
-        Builder b("split all_gather", gathered.device(), at);
+        Builder b("split all_gather", gathered[0].device(), at);
         b.set_split_slot(split_slot);
-        if (has_landing_memory(b.call, gathered)) release_on_transport(b);
+        if (have_landing_memory(b.call, gathered)) release_on_transport(b);
         return 0;
     });
 }

@@ -17,8 +17,18 @@ OPS = torch.ops.ub_overlap
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-def arguments(collective: str, dtypes: list[torch.dtype], slot: int, group: str) -> tuple[Any, ...]:
-    return collective, "sum", dtypes, slot, "bulk", group, f"coalesced.{collective}.{slot}"
+def arguments(collective: str, dtypes: list[torch.dtype], slot: int, group: str, zero_copy: bool = False) -> tuple[Any, ...]:
+    return collective, "sum", dtypes, slot, zero_copy, "bulk", group, f"coalesced.{collective}.{slot}"
+
+
+def finish(token: Tensor, tensors: list[Tensor], arguments: tuple[Any, ...]) -> list[Tensor]:
+    """Return the results, of a zero-copy gather copies, which is released."""
+    results = OPS.finish_coalesced(token, tensors, *arguments)
+    if not arguments[4]:
+        return results
+    copies = [x.clone() for x in results]
+    OPS.release_coalesced(results, arguments[3], *arguments[5:])
+    return copies
 
 
 def alone(tensors: list[Tensor], collective: str, dtypes: list[torch.dtype], group: str) -> list[Tensor]:
@@ -35,8 +45,8 @@ def random_coalesced(lockstep: Lockstep, group: str, steps: int) -> str:
     results: list[tuple[list[Tensor], list[Tensor], str, list[torch.dtype]]] = []
 
     def end(slot: int) -> None:
-        token, tensors, collective, dtypes = opened.pop(slot)
-        outs = OPS.finish_coalesced(token, tensors, *arguments(collective, dtypes, slot, group))
+        token, tensors, collective, dtypes, zero_copy = opened.pop(slot)
+        outs = finish(token, tensors, arguments(collective, dtypes, slot, group, zero_copy))
         results.append((outs, tensors, collective, dtypes))
 
     for _ in range(steps):
@@ -49,8 +59,9 @@ def random_coalesced(lockstep: Lockstep, group: str, steps: int) -> str:
         rows = [order.choice((0, 1, 3, 64, 257)) * lockstep.ranks for _ in range(order.choice((1, 2, 3, 20)))]
         tensors = [make.randn(count, 256, dtype=BF16) for count in rows]
         dtypes = [BF16 if collective == "all_gather" else order.choice((BF16, F32)) for _ in rows]
-        token = OPS.start_coalesced(tensors, *arguments(collective, dtypes, slot, group))
-        opened[slot] = (token, tensors, collective, dtypes)
+        zero_copy = collective == "all_gather" and order.random() < 0.6
+        token = OPS.start_coalesced(tensors, *arguments(collective, dtypes, slot, group, zero_copy))
+        opened[slot] = (token, tensors, collective, dtypes, zero_copy)
     for slot in sorted(opened):
         end(slot)
     lockstep.sync()
@@ -66,7 +77,7 @@ def random_coalesced(lockstep: Lockstep, group: str, steps: int) -> str:
     return f"{len(results)} coalesced collectives, bitwise"
 
 
-def replays(lockstep: Lockstep, group: str, turns: int) -> str:
+def replays(lockstep: Lockstep, group: str, turns: int, zero_copy: bool) -> str:
     """Replay a graph with a gather and a reduction of three tensors each, and alternate with the same eagerly."""
     if not lockstep.cuda:
         pytest.skip("the CPU has no graphs")
@@ -74,11 +85,11 @@ def replays(lockstep: Lockstep, group: str, turns: int) -> str:
     shapes = [(64 * lockstep.ranks, 256), (lockstep.ranks, 128), (16 * lockstep.ranks, 512)]
     static = [make.randn(*shape, dtype=BF16) for shape in shapes]
     inputs = [[make.randn(*shape, dtype=BF16) for shape in shapes] for _ in range(3)]
-    gather, scatter = (arguments(kind, dtypes, slot, group) for slot, kind in enumerate(("all_gather", "reduce_scatter")))
+    gather, scatter = arguments("all_gather", dtypes, 0, group, zero_copy), arguments("reduce_scatter", dtypes, 1, group)
 
     def step(tensors: list[Tensor]) -> list[Tensor]:
         first, second = OPS.start_coalesced(tensors, *gather), OPS.start_coalesced(tensors, *scatter)
-        return [*OPS.finish_coalesced(first, tensors, *gather), *OPS.finish_coalesced(second, tensors, *scatter)]
+        return [*finish(first, tensors, gather), *finish(second, tensors, scatter)]
 
     expected = [
         [*alone(tensors, "all_gather", dtypes, group), *alone(tensors, "reduce_scatter", dtypes, group)] for tensors in inputs
@@ -123,5 +134,6 @@ def test_empty_tensors_in_slots_without_memory(lockstep: Lockstep) -> None:
         assert found == [(0, 3), (count, 0), (0, 3)], f"{collective}: {found}"
 
 
-def test_replays(lockstep: Lockstep, group: str) -> None:
-    lockstep.note(replays(lockstep, group, 40))
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_replays(lockstep: Lockstep, group: str, zero_copy: bool) -> None:
+    lockstep.note(replays(lockstep, group, 40, zero_copy))

@@ -16,6 +16,7 @@ from tests.gpu.torchrun.test_split import OPS, arguments, random_orders, replays
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.extension import extension
+from ub_overlap.runtime.ops.spared_multiprocessors import multiprocessors_for
 from ub_overlap.runtime.session.host_groups import name_host_groups
 from ub_overlap.runtime.session.host_layout import find_layout
 
@@ -95,8 +96,10 @@ def test_matmuls_leave_multiprocessors(lockstep: Lockstep, apart: str) -> None:
             OPS.finish_collective(tokens[slot], shard, *call)
         seen.append(compat.get_carveout())
     lockstep.sync()
-    given = settings.current().nccl_multiprocessors if lockstep.cuda else None
+    given = multiprocessors_for(apart, shard.device) or None
     assert seen == [None, given, given, given, None]
+    if lockstep.backend == "nccl" and torch.cuda.get_device_capability() >= (9, 0):
+        assert given == settings.current().nccl_multiprocessors
 
 
 @pytest.fixture
