@@ -27,19 +27,19 @@ from ..cost.assumed_sizes import assume_sizes
 from ..cost.policy import Policy
 from ..cost.site_sizes import Hints, hints_of
 from ..graph.arrange import arrange
-from ..graph.aten import alias_base, c10d, is_mutable, is_random, tensor_of
+from ..graph.aten import alias_base, c10d, is_elementwise, is_mutable, is_random, tensor_of
 from ..graph.compute import is_compute
 from ..graph.matmul import as_matmul
 from ..match.all_to_all import host_reads_of, is_permute, match_all_to_all, split_nodes, why_not_split
 from ..match.collectives import Collective, is_collective, read_collective
 from ..match.site import Split
 from ..plan.reasons import Reason
-from ..select.peak_memory import PeakMemory, bytes_of
+from ..select.peak_memory import PeakMemory
 
 NEXT = 3
 """Exchanges behind one of which the first independent one is taken: those of a layer."""
 ROUTER_WIDTH = 1024
-"""Columns of a router's matmul at most: one for each expert. The columns are the same on ranks with other numbers of tokens."""
+"""Columns at most of what a router computes: one for each expert. They are the same on ranks with other numbers of tokens."""
 
 
 def pair_exchanges(graph: Graph, policy: Policy) -> int:
@@ -64,7 +64,7 @@ def pair_exchanges(graph: Graph, policy: Policy) -> int:
         arrange(before)
         return 0
     for c, other in pairs:
-        order.read_first(c, other, hints)
+        order.read_first(c, other)
     arrange(order.items)
     return len(pairs)
 
@@ -108,10 +108,11 @@ class _Sequence:
             return other
         return None
 
-    def read_first(self, c: Collective, other: Collective, hints: Hints) -> None:
+    def read_first(self, c: Collective, other: Collective) -> None:
         """Move what the host reads for `other` in front of what it reads for `c`, so that it waits once for both.
 
-        Nothing moves that takes long, or that has more than twice the bytes that `c` sends.
+        Only what a router computes moves. Numbers of rows decide nothing: ranks that have other ones must exchange counts in
+        the same order.
         """
         reads = _host_reads(c)
         if not reads:
@@ -119,8 +120,6 @@ class _Sequence:
         at = min(self.position[read] for read in reads)
         needed = self._between(_host_reads(other), at)
         if not needed or not needed.isdisjoint(reads) or not all(map(_is_of_router, needed)):
-            return
-        if sum(bytes_of(n, hints) for n in needed if alias_base(n) is None) > 2 * bytes_of(c.input, hints):
             return
         there = max(self.position[n] for n in needed)
         if self._may_move(needed, at, there):
@@ -149,14 +148,17 @@ class _Sequence:
 
 
 def _is_of_router(node: Node) -> bool:
-    """Return whether `node` may be part of a router: a narrow matmul, an exchange of counts, or what is no matmul."""
+    """Return whether `node` may be part of a router: elementwise, of integers, or narrow, and no large matmul."""
     value = tensor_of(node)
-    if is_collective(node):
-        return value is not None and not value.dtype.is_floating_point
-    if not is_compute(node):
-        return not isinstance(node.target, compat.HigherOrderOperator)
-    width = None if as_matmul(node) is None or value is None else value.shape[-1]
-    return isinstance(width, int) and width <= ROUTER_WIDTH
+    if (is_compute(node) and as_matmul(node) is None) or isinstance(node.target, compat.HigherOrderOperator):
+        return False
+    if value is None:  # numbers, and results of sort and topk
+        return True
+    if not value.dtype.is_floating_point or value.dim() == 0:
+        return True
+    width = value.shape[-1]
+    is_narrow = isinstance(width, int) and width <= ROUTER_WIDTH
+    return not is_collective(node) and (is_narrow or is_elementwise(node) or alias_base(node) is not None)
 
 
 def _host_reads(c: Collective) -> set[Node]:

@@ -30,7 +30,7 @@ class _Carveout:
     """torch's carve-out while collectives are open. `count`: what was set here, 0 for nothing."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a token may be freed by a garbage collection within `begin`
         self._open: set[int] = set()
         self._count = 0
 

@@ -206,25 +206,35 @@ def test_programs(pool2: RankPool, name: str, inner: str) -> None:
             assert [rows, *order] == sorted([rows, *order])
 
 
-def run_layer(rank: int, world: int, routing: str, overlap: str) -> tuple[list[list[str]], list[bool]]:
-    """Return the targets of both graphs of a layer with experts, and which results and gradients equal eager's in bits."""
+def run_eager_and_compiled(
+    rank: int, world: int, routing: str, options: dict[str, Any], halves: bool = False
+) -> tuple[list[list[str]], list[tuple[Tensor, Tensor]]]:
+    """Return the targets of both graphs of a layer with experts, and pairs of results and gradients: eager and compiled."""
     torch._dynamo.reset()
     torch._dynamo.config.capture_scalar_outputs = True
     torch.manual_seed(rank)
     sizes, tokens = SIZES["tiny"], 16 * (rank + 1)
     routes = make_routes(tokens, 2 * world, sizes.top, routing, rank)
     layer = ExpertLayer(sizes, 2, routes, dist.group.WORLD, True).bfloat16()
+    if halves:
+        ub_overlap.tokenwise(layer.experts, arguments=3)
     x = torch.randn(tokens, sizes.dim).bfloat16().requires_grad_()
     results = []
     with Recorded() as recorded:
-        options = {"inner": "aot_eager", "overlap": overlap}
+        options = {"inner": "aot_eager", **options}
         for step in (layer, torch.compile(layer, backend="ub_overlap", options=options, fullgraph=True)):
             x.grad = None
             layer.zero_grad()
             out = step(x)
             out.square().sum().backward()
             results.append([out.detach(), x.grad, *(p.grad for p in layer.parameters())])
-    return recorded.graphs, [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+    return recorded.graphs, list(zip(*results, strict=True))
+
+
+def run_layer(rank: int, world: int, routing: str, overlap: str) -> tuple[list[list[str]], list[bool]]:
+    """Return the targets of both graphs, and which results and gradients equal eager's in bits."""
+    graphs, pairs = run_eager_and_compiled(rank, world, routing, {"overlap": overlap})
+    return graphs, [torch.equal(a, b) for a, b in pairs]
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -238,31 +248,17 @@ def test_layer(pool2: RankPool, routing: str) -> None:
         assert all(equal), equal
 
 
-def run_halves(rank: int, world: int) -> tuple[list[str], list[float]]:
+def run_halves(rank: int, world: int, inner: str) -> tuple[list[str], list[float]]:
     """Return the targets of the forward graph of a layer in two halves, and errors of results and gradients against eager."""
-    torch._dynamo.reset()
-    torch._dynamo.config.capture_scalar_outputs = True
-    torch.manual_seed(rank)
-    sizes, tokens = SIZES["tiny"], 16 * (rank + 1)
-    routes = make_routes(tokens, 2 * world, sizes.top, "skewed", rank)
-    layer = ExpertLayer(sizes, 2, routes, dist.group.WORLD, True).bfloat16()
-    ub_overlap.tokenwise(layer.experts, arguments=3)
-    x = torch.randn(tokens, sizes.dim).bfloat16().requires_grad_()
-    results = []
-    with Recorded() as recorded:
-        options = {"inner": "aot_eager", "split_tokens": "force", "profile": "h200", "min_bytes": 0}
-        for step in (layer, torch.compile(layer, backend="ub_overlap", options=options, fullgraph=True)):
-            x.grad = None
-            layer.zero_grad()
-            out = step(x)
-            out.square().sum().backward()
-            results.append([out.detach(), x.grad, *(p.grad for p in layer.parameters())])
-    return recorded.graphs[0], [float((a - b).abs().max() / a.abs().max()) for a, b in zip(*results, strict=True)]
+    options = {"inner": inner, "split_tokens": "force", "profile": "h200", "min_bytes": 0}
+    graphs, pairs = run_eager_and_compiled(rank, world, "skewed", options, halves=True)
+    return graphs[0], [float((a - b).abs().max() / a.abs().max()) for a, b in pairs]
 
 
-def test_two_halves(pool2: RankPool) -> None:
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_two_halves(pool2: RankPool, inner: str) -> None:
     """The counts of both halves are exchanged and read in front of both dispatches: the host waits once."""
-    for forward, errors in pool2.run(run_halves):
+    for forward, errors in pool2.run(run_halves, inner, timeout=300):
         assert forward.count(START) == 1 and forward.count(READ) == 8
         assert [i < forward.index(START) for i, target in enumerate(forward) if target == EXCHANGE] == [True] * 2 + [False] * 4
         assert max(errors) < 2e-2, errors  # gradients are sums of two parts in bf16
