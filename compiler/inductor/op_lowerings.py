@@ -111,11 +111,16 @@ def _keep_unread(operations: Sequence[Any]) -> None:
 
 
 def _lower_release(release: Any) -> None:
-    """Let the next start of the slot follow the release."""
+    """Let the release follow all readers, and the next start of the slot follow the release.
+
+    Inductor's own lowering of an op that writes its input issues the op first, and then what readers in front of it compute.
+    """
     leave, virtualized = compat.__getattr__("fallback_handler")(release), compat.__getattr__("inductor_virtualized")
 
     def lower(gathered: Any, slot: int, strategy: str, group: str, site: str) -> None:
         graph = virtualized.graph
+        for one in gathered if isinstance(gathered, list | tuple) else [gathered]:
+            graph.mark_buffer_mutated(one.get_name())
         first = len(graph.operations)
         leave(gathered, slot, strategy, group, site)
         _split_state(graph).left[slot, group] = graph.operations[first].get_name()

@@ -6,7 +6,7 @@ The memory belongs to the graph only until the release. So every reader must be 
 release is placed. Other gathers are copied: one that the graph returns or saves, through whatever view; one that is written;
 one that another collective sends; one that is read by an op whose result may share its memory.
 
-Release mutates `gathered` for Inductor, which therefore stores what earlier elementwise readers compute. A reader that Inductor
+Release mutates `gathered` for Inductor. Its lowering stores what earlier elementwise readers compute. A reader that Inductor
 would compute within a later kernel is thus better off with a copy.
 """
 

@@ -27,7 +27,7 @@ from ..cost.assumed_sizes import assume_sizes
 from ..cost.policy import Policy
 from ..cost.site_sizes import Hints, hints_of
 from ..graph.arrange import arrange
-from ..graph.aten import alias_base, c10d, is_elementwise, is_mutable, is_random, tensor_of
+from ..graph.aten import c10d, is_elementwise, is_mutable, is_random, tensor_of
 from ..graph.compute import is_compute
 from ..graph.matmul import as_matmul
 from ..match.all_to_all import host_reads_of, is_permute, match_all_to_all, split_nodes, why_not_split
@@ -154,11 +154,11 @@ def _is_of_router(node: Node) -> bool:
         return False
     if value is None:  # numbers, and results of sort and topk
         return True
-    if not value.dtype.is_floating_point or value.dim() == 0:
-        return True
-    width = value.shape[-1]
+    if is_collective(node):  # counts: bytes may be rows
+        return not value.dtype.is_floating_point and value.dtype.itemsize >= 4
+    width = value.shape[-1] if value.dim() else 1
     is_narrow = isinstance(width, int) and width <= ROUTER_WIDTH
-    return not is_collective(node) and (is_narrow or is_elementwise(node) or alias_base(node) is not None)
+    return not value.dtype.is_floating_point or is_narrow or is_elementwise(node)
 
 
 def _host_reads(c: Collective) -> set[Node]:

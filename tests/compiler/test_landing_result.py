@@ -134,7 +134,7 @@ def layers(saves: bool, count: int = 4) -> Dag:
 
 
 def plan(saves: bool, zero_copy: str) -> Plan:
-    options = Options(profile="h200", min_bytes=0, independent_matmuls="off", zero_copy=zero_copy)  # type: ignore[arg-type]
+    options = Options(profile="h200", min_bytes=0, independent_matmuls="off", coalesce="off", zero_copy=zero_copy)  # type: ignore[arg-type]
     return decide(layers(saves).graph, options, "forward", lambda *_: None).plan
 
 
