@@ -37,11 +37,15 @@ def _never_reuse(op: Any) -> None:
 
     def kept(*args: Any, **kwargs: Any) -> Any:
         outputs = lower(*args, **kwargs)
-        for output in compat.__getattr__("tree_leaves")(outputs):
-            virtualized.graph.never_reuse_buffers.add(output.get_name())
+        virtualized.graph.never_reuse_buffers.update(_names_of(outputs))
         return outputs
 
     compat.__getattr__("register_lowering")(op, type_promotion_kind=None)(kept)
+
+
+def _names_of(buffers: Any) -> list[str]:
+    """Return the names of one buffer, or of several."""
+    return [buffer.get_name() for buffer in compat.__getattr__("tree_leaves")(buffers)]
 
 
 def _lower_split_pair(start: Any, finish: Any) -> None:
@@ -81,8 +85,7 @@ def _lower_split_pair(start: Any, finish: Any) -> None:
         result = end(token, _split_state(graph).inputs.get(token.get_name(), sent), *own(args), **kwargs)
         _keep_unread(graph.operations[first:])
         if "zero_copy" in places and args[places["zero_copy"]]:
-            results = result if isinstance(result, list | tuple) else [result]
-            graph.never_reuse_buffers.update(one.get_name() for one in results)
+            graph.never_reuse_buffers.update(_names_of(result))
         else:
             call = next(operation for operation in graph.operations[first:] if hasattr(operation, "op_overload"))
             _split_state(graph).left[slot_of(args)] = call.get_name()
@@ -119,8 +122,8 @@ def _lower_release(release: Any) -> None:
 
     def lower(gathered: Any, slot: int, strategy: str, group: str, site: str) -> None:
         graph = virtualized.graph
-        for one in gathered if isinstance(gathered, list | tuple) else [gathered]:
-            graph.mark_buffer_mutated(one.get_name())
+        for name in _names_of(gathered):
+            graph.mark_buffer_mutated(name)
         first = len(graph.operations)
         leave(gathered, slot, strategy, group, site)
         _split_state(graph).left[slot, group] = graph.operations[first].get_name()

@@ -18,7 +18,7 @@ from ub_overlap import _torch_compat as compat
 from ..cost.site_sizes import Hints, hints_of
 from ..graph.aten import aten, c10d, dtype_of, shape_of
 from ..graph.sizes import evaluate_size, numel
-from ..match.all_to_all import host_reads_of, split_args, split_nodes
+from ..match.all_to_all import host_reads, split_args
 from ..match.collectives import Collective, Op, find_collectives
 
 MAX_KEPT_BYTES = 64 << 10
@@ -35,7 +35,7 @@ def keep_exchange_sizes(graph: Graph) -> int:
     """Change a joint graph in place. Return how many numbers are saved, or computed from others."""
     exchanges = [c for c in find_collectives(graph) if c.op is Op.ALL_TO_ALL and c.wait is not None]
     hints = hints_of(graph)
-    kept = dict.fromkeys(read for c in exchanges for split in split_nodes(c) for read in host_reads_of(split))
+    kept = dict.fromkeys(read for c in exchanges for read in host_reads(c))
     kept |= dict.fromkeys(c.wait for c in exchanges if c.wait and _is_recomputed(c.node) and _are_counts(c, hints))
     saved = [node for node in kept if _is_recomputed(node)]
     for node in saved:

@@ -46,9 +46,9 @@ def split_nodes(c: Collective) -> tuple[Node, ...]:
     return tuple(dict.fromkeys(s for s in both if isinstance(s, Node)))
 
 
-def host_reads_of(number: Node) -> list[Node]:
-    """Return the reads of the host that a number is computed from."""
-    todo, found = [number], dict[Node, None]()
+def host_reads(c: Collective) -> list[Node]:
+    """Return the reads of the host that the numbers of rows of an all_to_all are computed from, each once. Others have none."""
+    todo, found = list(split_nodes(c)) if c.op is Op.ALL_TO_ALL else [], dict[Node, None]()
     while todo:
         node = todo.pop()
         if node not in found and isinstance(node.meta.get("val"), torch.SymInt):

@@ -55,8 +55,7 @@ def join_requested(splits: Mapping[int, SplitCandidate], costs: SiteCosts) -> di
             requested.setdefault(s.requested_bucket, []).append(s)
     result = {i: s for i, s in splits.items() if s.may_be_alone}
     for members in requested.values():
-        kinds = {_class_of(replace(m, zero_copy_times=None), may_coalesce=True) for m in members}
-        if len(members) > 1 and len(kinds) == 1 and None not in kinds:
+        if len(members) > 1 and len(kinds := {_class_of(m, may_coalesce=True) for m in members}) == 1 and None not in kinds:
             bucket = _join(members, costs)
             result = {i: s for i, s in result.items() if i not in bucket.numbers} | {bucket.number: bucket}
     return dict(sorted(result.items()))
@@ -74,7 +73,7 @@ def find_buckets(
     for s in splits:
         key, alone = _class_of(s, costs.policy.may_coalesce), _Group.of(s, *bounds[s.number])
         if key is not None and (s.is_small or costs.policy.may_coalesce) and limits.allow(alone):
-            classes.setdefault((*key, mixed or is_copied(s.window.collective)), []).append(alone)
+            classes.setdefault((*key, _may_stay(s), mixed or is_copied(s.window.collective)), []).append(alone)
     groups = [group for alike in classes.values() for group in _join_neighbors(alike, limits)]
     return [_join(group.members, costs) for group in groups if len(group.members) > 1]
 
@@ -88,7 +87,7 @@ def _class_of(s: SplitCandidate, may_coalesce: bool) -> tuple[Any, ...] | None:
     has_one_part = c.hosts > 1 or not may_coalesce
     if has_one_part and not is_copied(c):
         return None
-    return c.op, c.group, c.reduce_op, s.strategy, types_of(c) if has_one_part else None, _may_stay(s)
+    return c.op, c.group, c.reduce_op, s.strategy, types_of(c) if has_one_part else None
 
 
 def _may_stay(s: SplitCandidate) -> bool:

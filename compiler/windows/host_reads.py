@@ -34,7 +34,7 @@ from ..graph.aten import aten, c10d, dtype_of, is_mutable, node_arg, shape_of, t
 from ..graph.compute import is_compute
 from ..graph.emitter import Emitter
 from ..graph.sizes import numel
-from ..match.all_to_all import host_reads_of, split_nodes
+from ..match.all_to_all import host_reads
 from ..match.collectives import Collective, find_collectives, is_collective, read_collective
 from .widen import is_barrier, may_move
 
@@ -65,7 +65,7 @@ class _Together:
 def read_together(graph: Graph, policy: Policy) -> int:
     """Change a graph in place. Return how many numbers are read together with others, or while the device computes."""
     exchanges = _find_exchanges(graph, policy)
-    wanted = {read for c in exchanges for split in split_nodes(c) for read in host_reads_of(split)}
+    wanted = {read for c in exchanges for read in host_reads(c)}
     if not wanted:
         return 0
     return sum(_emit(graph, together, exchanges) for together in _find_together(graph, wanted))
@@ -73,7 +73,7 @@ def read_together(graph: Graph, policy: Policy) -> int:
 
 def issue_compute_first(graph: Graph, policy: Policy) -> int:
     """Move the matmuls in the windows of exchanges for which the host reads numbers to their front. Return how many moved."""
-    exchanges = [c for c in _find_exchanges(graph, policy) if any(map(host_reads_of, split_nodes(c)))]
+    exchanges = [c for c in _find_exchanges(graph, policy) if host_reads(c)]
     return sum(map(_issue_compute_first, exchanges))
 
 
@@ -225,7 +225,7 @@ def _sent_before(first: Node, together: _Together, exchanges: Sequence[Collectiv
     """Return what the next exchange with these numbers sends, if that is computed in front of `first`."""
     own = {read.node for read in together.reads}
     for c in sorted(exchanges, key=lambda c: position[c.node]):
-        if own.isdisjoint(read for split in split_nodes(c) for read in host_reads_of(split)):
+        if own.isdisjoint(host_reads(c)):
             continue
         return [c.input] if c.input.op == "call_function" and position[c.input] < position[first] else []
     return []

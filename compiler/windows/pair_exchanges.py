@@ -30,7 +30,7 @@ from ..graph.arrange import arrange
 from ..graph.aten import c10d, is_elementwise, is_mutable, is_random, tensor_of
 from ..graph.compute import is_compute
 from ..graph.matmul import as_matmul
-from ..match.all_to_all import host_reads_of, is_permute, match_all_to_all, split_nodes, why_not_split
+from ..match.all_to_all import host_reads, is_permute, match_all_to_all, why_not_split
 from ..match.collectives import Collective, is_collective, read_collective
 from ..match.site import Split
 from ..plan.reasons import Reason
@@ -114,11 +114,11 @@ class _Sequence:
         Only what a router computes moves. Numbers of rows decide nothing: ranks that have other ones must exchange counts in
         the same order.
         """
-        reads = _host_reads(c)
+        reads = host_reads(c)
         if not reads:
             return
         at = min(self.position[read] for read in reads)
-        needed = self._between(_host_reads(other), at)
+        needed = self._between(host_reads(other), at)
         if not needed or not needed.isdisjoint(reads) or not all(map(_is_of_router, needed)):
             return
         there = max(self.position[n] for n in needed)
@@ -159,10 +159,6 @@ def _is_of_router(node: Node) -> bool:
     width = value.shape[-1] if value.dim() else 1
     is_narrow = isinstance(width, int) and width <= ROUTER_WIDTH
     return not value.dtype.is_floating_point or is_narrow or is_elementwise(node)
-
-
-def _host_reads(c: Collective) -> set[Node]:
-    return {read for split in split_nodes(c) for read in host_reads_of(split)}
 
 
 def _may_move(node: Node) -> bool:

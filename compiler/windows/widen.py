@@ -38,7 +38,7 @@ from ..graph.arrange import arrange
 from ..graph.aten import c10d, is_mutable, is_random, tensor_of
 from ..graph.attention import as_attention
 from ..graph.compute import is_compute
-from ..match.all_to_all import host_reads_of, split_nodes, why_not_split
+from ..match.all_to_all import host_reads, why_not_split
 from ..match.candidates import match_collective
 from ..match.collectives import Collective, Op, find_collectives, is_collective
 from ..match.site import Miss, Split
@@ -263,8 +263,7 @@ class _Order:
     def _find_advanced(self, position: dict[Node, int], first: int, window: Window, missing_us: float) -> list[Node]:
         """Return nodes behind the first reader, at position `first`, that may run in front of it, in order."""
         results = {window.collective.wait, *window.trail}
-        is_read = any(map(host_reads_of, split_nodes(window.collective))) if window.collective.op is Op.ALL_TO_ALL else False
-        least_us = self.short_us if is_read else 0.0
+        least_us = self.short_us if host_reads(window.collective) else 0.0
         advanced: set[Node] = set()
         for node in self.items[first : first + REACH]:
             if missing_us <= 0 or is_barrier(node):

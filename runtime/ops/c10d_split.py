@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -36,7 +37,7 @@ from .all_to_all_args import AllToAllArgs, make_result
 from .c10d_launch import start_all_gather, start_all_reduce, start_reduce_scatter
 from .coalesced_args import CoalescedArgs, each_collective
 from .plain_collective import launch, wait_for
-from .spared_multiprocessors import multiprocessors_for, spare, use_all
+from .spared_multiprocessors import multiprocessors_for, spare
 from .start_args import StartArgs
 
 SplitArgs: TypeAlias = StartArgs | AllToAllArgs | CoalescedArgs
@@ -62,8 +63,8 @@ class OpenCollective:
     token: Any
     is_captured: bool
     """Its start is part of a CUDA graph."""
-    spared: int
-    """The key of what matmuls leave to it."""
+    use_all: Callable[[], object]
+    """Lets matmuls use all multiprocessors again."""
 
     @property
     def is_abandoned(self) -> bool:
@@ -83,8 +84,8 @@ def start(a: SplitArgs) -> Tensor:
     each = each_collective(a) if isinstance(a, CoalescedArgs) else [a]
     launched = [_exchange(one) if isinstance(one, AllToAllArgs) else _reduce_or_gather(one) for one in each]
     is_running = any(one.work is not None for one in launched)
-    spared = spare(token, multiprocessors_for(a.group, token.device) if is_running else 0)
-    slots[a.split_slot] = OpenCollective(a, launched, compat.weak_storage(token), _is_captured(a), spared)
+    use_all = spare(token, multiprocessors_for(a.group, token.device) if is_running else 0)
+    slots[a.split_slot] = OpenCollective(a, launched, compat.weak_storage(token), _is_captured(a), use_all)
     return token
 
 
@@ -146,7 +147,7 @@ def finish(a: SplitArgs) -> list[Tensor]:
             fix="pass the arguments of the start, and finish every collective once",
         )
     del slots[a.split_slot]  # also where it fails: the error ends the collective
-    use_all(begun.spared)
+    begun.use_all()
     return [_wait(one) for one in begun.launched]
 
 

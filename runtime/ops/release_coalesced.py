@@ -5,25 +5,9 @@ It is release_collective for a list: `gathered` are all results of finish_coales
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from torch import Tensor
-
 from .definition import OpDefinition
+from .release_collective import ReleaseArgs, do_nothing
 
 SCHEMA = "release_coalesced(Tensor(a!)[] gathered, int split_slot, str strategy, str group, str site) -> ()"
 
-
-class ReleaseCoalescedArgs(NamedTuple):
-    gathered: list[Tensor]
-    split_slot: int
-    strategy: str
-    group: str
-    site: str
-
-
-def do_nothing(_a: ReleaseCoalescedArgs) -> None:
-    """Return nothing: only landing memory is given back."""
-
-
-DEFINITION = OpDefinition(SCHEMA, ReleaseCoalescedArgs, do_nothing, do_nothing)
+DEFINITION = OpDefinition(SCHEMA, ReleaseArgs, do_nothing, do_nothing)

@@ -19,7 +19,8 @@ SCHEMA = "release_collective(Tensor(a!) gathered, int split_slot, str strategy, 
 
 
 class ReleaseArgs(NamedTuple):
-    gathered: Tensor
+    gathered: Tensor | list[Tensor]
+    """A list: of release_coalesced."""
     split_slot: int
     strategy: str
     group: str

@@ -8,9 +8,10 @@ has one number for this in a process. A number that the program has set stays.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -27,23 +28,23 @@ _PERSISTENT = (9, 0)
 
 
 class _Carveout:
-    """torch's carve-out while collectives are open. `count`: what was set here, 0 for nothing."""
+    """torch's carve-out while collectives are open."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a token may be freed by a garbage collection within `begin`
-        self._open: set[int] = set()
-        self._count = 0
+        self._open = 0
+        self._count = 0  # what was set here, 0 for nothing
 
-    def begin(self, key: int, count: int) -> None:
+    def begin(self, count: int) -> None:
         with self._lock:
-            self._open.add(key)
+            self._open += 1
             if not self._count and compat.get_carveout() is None:
                 compat.set_carveout(count)
                 self._count = count
 
-    def end(self, key: int) -> None:
+    def end(self) -> None:
         with self._lock:
-            self._open.discard(key)
+            self._open -= 1
             if self._open or not self._count:
                 return
             if compat.get_carveout() == self._count:
@@ -52,31 +53,34 @@ class _Carveout:
 
 
 _carveout = _Carveout()
-_keys = itertools.count(1)
 
 
-def spare(token: Tensor, count: int) -> int:
-    """Let matmuls leave `count` multiprocessors, 0 for none, until `use_all` of the key that it returns.
+def spare(token: Tensor, count: int) -> Callable[[], object]:
+    """Let matmuls leave `count` multiprocessors, 0 for none, until what it returns is called, once or more.
 
     Also until the collective's token is freed: then no finish can follow.
     """
-    key = next(_keys)
-    if count:
-        _carveout.begin(key, count)
-        weakref.finalize(token, _carveout.end, key)
-    return key
+    if not count:
+        return _nothing
+    _carveout.begin(count)
+    return weakref.finalize(token, _carveout.end)
 
 
-def use_all(key: int) -> None:
-    """Let matmuls use all multiprocessors again, unless another collective is open."""
-    _carveout.end(key)
+def _nothing() -> None:
+    """End nothing."""
 
 
 def multiprocessors_for(group: str, device: torch.device) -> int:
     """Return how many multiprocessors matmuls leave while the group's collective runs on `device`: 0 unless NCCL runs it."""
     count = settings.current().nccl_multiprocessors
-    if not count or device.type != "cuda" or not compat.has_carveout() or not uses_nccl(compat.group_of(group)):
+    if not count or device.type != "cuda" or not uses_nccl(compat.group_of(group)):
         return 0
-    if torch.cuda.get_device_capability(device) < _PERSISTENT:
+    return min(count, _most_of(device))
+
+
+@functools.cache
+def _most_of(device: torch.device) -> int:
+    """Return how many multiprocessors matmuls of a GPU can leave at most."""
+    if not compat.has_carveout() or torch.cuda.get_device_capability(device) < _PERSISTENT:
         return 0
-    return min(count, torch.cuda.get_device_properties(device).multi_processor_count // LARGEST_SHARE)
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) // LARGEST_SHARE

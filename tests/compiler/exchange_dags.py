@@ -16,7 +16,7 @@ PAIRED = ["dispatch 0", "dispatch 1", "experts 0", "combine 0", "experts 1", "co
 
 
 class ExchangeDag(Dag):
-    """Builder of graphs with exchanges. `names`: what `order_of` calls a node."""
+    """Builder of graphs with exchanges. `names`: what `order` calls a node."""
 
     def __init__(self, rows: int = ROWS, width: int = WIDTH) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class ExchangeDag(Dag):
         self.names[node] = name
         return node
 
-    def exchange(self, name: str, x: Node, splits: Sequence[int] = ()) -> Node:
+    def exchange(self, name: str, x: Node, splits: Sequence[int | Node] = ()) -> Node:
         """Append an all_to_all of `name` and return its wait. `splits`: the rows for each rank, even unless given."""
         rows = list(splits) or [x.meta["val"].shape[0] // self.ranks] * self.ranks
         node = self.graph.call_function(c10d.all_to_all_single.default, (x, rows, rows, self.group))
@@ -45,10 +45,10 @@ class ExchangeDag(Dag):
         """Return tokens and the weight of their expert."""
         return self.input(f"x{number}", self.rows, self.width), self.input(f"w{number}", self.width, self.width)
 
-    def layer(self, number: int, tokens: tuple[Node, Node]) -> Node:
-        """Append dispatch, experts, combine and sum of `tokens`. Return the sum."""
-        sent = self.exchange(f"dispatch {number}", tokens[0])
-        back = self.exchange(f"combine {number}", self.named(f"experts {number}", self.mm(sent, tokens[1])))
+    def layer(self, number: int, tokens: tuple[Node, Node], splits: Sequence[int | Node] = ()) -> Node:
+        """Append dispatch, experts, combine and sum of `tokens`. Return the sum. `splits`: as of `exchange`."""
+        sent = self.exchange(f"dispatch {number}", tokens[0], splits)
+        back = self.exchange(f"combine {number}", self.named(f"experts {number}", self.mm(sent, tokens[1])), splits)
         return self.named(f"sum {number}", self.relu(back))
 
     def layers(self, count: int) -> Graph:
@@ -66,7 +66,6 @@ class ReadDag(ExchangeDag):
     def __init__(self, width: int = 64) -> None:
         super().__init__(width=width)
         self.shapes = compat.ShapeEnv()
-        self.read: dict[int, Node] = {}
 
     def counts(self, number: int, x: Node, weight: Node | None = None) -> Node:
         """Append a router of `x`, with a matmul, and the exchange of its counts. Return their wait."""
@@ -78,11 +77,4 @@ class ReadDag(ExchangeDag):
         """Append a read of the first of `counts`."""
         read = self.graph.call_function(aten._local_scalar_dense.default, (self.call(aten.select.int, counts, 0, 0),))
         read.meta["val"] = self.shapes.create_unbacked_symint()
-        self.read[number] = read
         return self.named(f"read {number}", read)
-
-    def half(self, number: int, x: Node, w: Node, count: Node) -> Node:
-        """Append dispatch, experts, combine and sum of a half. `count`: the rows for each rank."""
-        sent = self.exchange(f"dispatch {number}", x, [count] * 2)  # type: ignore[list-item]
-        back = self.exchange(f"combine {number}", self.named(f"experts {number}", self.mm(sent, w)), [count] * 2)  # type: ignore[list-item]
-        return self.named(f"sum {number}", self.relu(back))

@@ -37,7 +37,7 @@ def test_numbers_of_both_halves_are_read_together(variant: str, order: list[str]
             source = d.call(c10d.wait_tensor.default, d.call(c10d.all_reduce.default, source, "sum", d.group))
         if i and variant == "rows":
             source = d.call(aten.cumsum.default, source, 0)
-        sums.append(d.half(i, x, w, d.number(i, d.counts(i, source, router))))
+        sums.append(d.layer(i, (x, w), [d.number(i, d.counts(i, source, router))] * 2))
     graph = d.output(*sums)
     assert pair(graph) == 2
     assert d.order() == order
@@ -63,7 +63,7 @@ def test_reads_that_stay(what: str) -> None:
         scaled.meta["val"] = source.meta["val"]
         source = scaled
     second = d.counts(1, source, router)
-    sums = [d.half(0, x, w, first), d.half(1, x, w, d.number(1, second))]
+    sums = [d.layer(0, (x, w), [first] * 2), d.layer(1, (x, w), [d.number(1, second)] * 2)]
     graph = d.output(*sums)
     before = d.order()
     pair(graph)

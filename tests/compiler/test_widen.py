@@ -195,7 +195,7 @@ def test_short_kernels_are_not_advanced_where_the_host_reads(is_read: bool) -> N
     d = ReadDag(WIDTH)
     rows, w, x, indices = d.input("rows", ROWS, WIDTH), d.input("w", WIDTH, WIDTH), d.input("x", 16, 64), d.input("i", 64, 64)
     count = d.number(0, d.counts(0, x)) if is_read else ROWS // 2
-    landed = d.exchange("dispatch", rows, [count] * 2)  # type: ignore[list-item]
+    landed = d.exchange("dispatch", rows, [count] * 2)
     first = d.relu(landed)
     short = [indices]
     for _ in range(8):
