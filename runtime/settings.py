@@ -168,3 +168,4 @@ def apply() -> None:
     c.set_trace(current().trace)
     c.set_replay(current().replay)
     c.set_nvtx(current().nvtx)
+    c.set_nccl_multiprocessors(current().nccl_multiprocessors)

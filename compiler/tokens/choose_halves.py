@@ -132,7 +132,7 @@ def _layer_us(layer: nn.Module, function: Any, tokens: tuple[TracedTokens, ...],
         parameters = inputs.parameters_in(gm.graph)
         prepare_sites(gm.graph, options, parameters)
         decided = decide(gm.graph, options, phase_of(gm.graph), transport.unsupported_reason, parameters=parameters)
-        us += graph_us(gm.graph, decided.plan, policy, tokens[0].device.type)
+        us += graph_us(gm.graph, decided, policy, tokens[0].device.type)
     return us
 
 

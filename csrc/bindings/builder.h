@@ -183,6 +183,7 @@ class Builder {
     }
 
     at::Device device() const { return device_; }
+    const GroupPtr& group() const { return group_; }
 
     // Sets the text that ranks compare, and its hash: equal on all ranks of a correct program.
     void seal() {

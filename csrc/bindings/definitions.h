@@ -7,6 +7,8 @@ namespace ub_overlap {
 
 // Chosen algorithms of matmuls, and what a search for them needs.
 void define_matmul_algorithms(pybind11::module_& m);
+// What Python does for split collectives that c10d runs.
+void define_plain_hooks(pybind11::module_& m);
 // Channels and their messages. After the classes of arenas and sessions.
 void define_point_to_point(pybind11::module_& m);
 // Copies and sums by themselves, and helpers of kernels. For tests and benchmarks.

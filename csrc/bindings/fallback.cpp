@@ -129,7 +129,7 @@ std::vector<at::Tensor> FallbackCall::run(const Site& site) {
     PyObject* returned = PyObject_CallObject(static_cast<PyObject*>(python_hooks().fallback.get()), args);
     Py_DECREF(args);
     const PlainCall plain = std::exchange(plain_call(), {});
-    if (plain.session && (plain.ends || !returned)) plain.session->end_plain(plain.number, !returned);
+    if (plain.session) plain.session->end_plain(plain.number, !returned);
     checked(returned);
     std::vector<at::Tensor> results;
     flatten(returned, results);

@@ -87,6 +87,9 @@ void set_bind(py::object bind) {
                 in_python([&] { handle_of(owner).attr("agree_on_abandoned")(call.op_name, call.site, call.split_slot); });
             };
             hooks.collect_garbage = [] { in_python([] { py::module_::import("gc").attr("collect")(); }); };
+            hooks.most_spared = [owner] {
+                return in_python([&] { return handle_of(owner).attr("most_spared_multiprocessors")().cast<int>(); });
+            };
             hooks.allocate = &allocate;
             session->set_hooks(std::move(hooks));
             return session;
@@ -374,6 +377,8 @@ PYBIND11_MODULE(_C, m) {
         .def_property_readonly("epoch", &Session::epoch)
         .def_property_readonly("failure_text", &Session::failure_text)
         .def("check", &Session::check, py::call_guard<py::gil_scoped_release>(), "Raises the first error so far.")
+        .def("open_plain", &Session::open_plain, py::call_guard<py::gil_scoped_release>(),
+             "The split slots whose collective c10d runs now.")
         .def("set_channels", &Session::set_channels, py::arg("channels"))
         .def_property_readonly("calls", &Session::calls)
         .def("flight", &flight, "The calls that the flight recorder keeps, oldest first.")
@@ -407,6 +412,9 @@ PYBIND11_MODULE(_C, m) {
     m.def("release_dump_signal", &DumpSignal::uninstall);
     m.def("take_dump_signal", &DumpSignal::take, "Whether the signal came since the last call.");
     m.def("set_trace", [](bool on) { settings().trace.store(on); }, "Keep the step times of the last call of every site.");
+    m.def(
+        "set_nccl_multiprocessors", [](int count) { settings().nccl_multiprocessors.store(count); },
+        "Multiprocessors that matmuls leave to a split collective of NCCL.");
     m.def("set_nvtx", [](bool on) { settings().nvtx.store(on); }, "NVTX ranges around calls, where torch has NVTX.");
     m.def("site_stats", &site_stats);
     m.def("clear_stats", [] { Stats::get().clear(); });
@@ -436,6 +444,7 @@ PYBIND11_MODULE(_C, m) {
     m.attr("fused_slots") = fused_slots;  // likewise
     m.def("build_info", &build_info);
     define_matmul_algorithms(m);
+    define_plain_hooks(m);
     define_point_to_point(m);
     py::module_ testing = m.def_submodule("testing", "Hooks for tests.");
     define_testing(testing), define_kernel_tests(testing);

@@ -20,12 +20,24 @@ struct PythonRaised : std::exception {
     std::string text;
 };
 
+// A collective of c10d on the CPU, as Python waits for it.
+struct HostWork {
+    std::function<void(int64_t ms)> wait;  // throws after that time; below 0: without a limit
+    std::function<bool()> is_completed;
+};
+
 // The callables that Python installs. make_error: (class name, fields) -> exception. on_error: (exception), before it is
 // raised. fallback: (op name, *arguments of the op) -> results. warn: (text), logs a warning.
 struct PythonHooks {
     std::function<std::shared_ptr<Session>(const std::string& group, const std::string& device, const Call& call)> bind;
     // Makes the channels of a group, sized for a message of `bytes` bytes. Null where the group has no transport.
     std::function<std::shared_ptr<PointToPoint>(const std::string& group, const std::string& device, int64_t bytes)> connect;
+    // Waits for a plain collective on the CPU. Raises the error of one that c10d could not launch or end, with its text.
+    std::function<void(const std::shared_ptr<HostWork>&, const std::string& op, const std::string& site, const std::string& group)>
+        wait_on_host;
+    std::function<void(const std::string& op, const std::string& site, const std::string& group, const std::string& device,
+                       const std::string& text)>
+        fail_plain;
     std::shared_ptr<void> make_error, fallback, on_error, warn;
 };
 PythonHooks& python_hooks();

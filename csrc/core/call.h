@@ -98,6 +98,12 @@ inline int64_t whole_lines(int64_t bytes) {
     return (bytes + slot_line - 1) / slot_line * slot_line;
 }
 
+// What carries out a split call in place of its steps, for the executor that does.
+class PlainCollective {
+  public:
+    virtual ~PlainCollective() = default;
+};
+
 struct Call {
     OpKind op = OpKind::bulk;
     Collective collective = Collective::gather;
@@ -152,6 +158,9 @@ struct Call {
     // does so for every tensor. All else is done once.
     std::vector<Call> coalesced;
     int64_t landing_offset = 0;
+
+    // Set where c10d runs a split collective; its finish gets that of its start. Such a call has no steps and no memory here.
+    std::shared_ptr<PlainCollective> plain;
 
     // A fused collective: one kernel on CUDA. The epilogue is part of it there; on the CPU it follows the call.
     bool is_fused = false, two_shot = false;

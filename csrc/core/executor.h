@@ -1,6 +1,7 @@
 // Runs a call. One instance per device type; several threads may run calls of different groups at once.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -13,6 +14,8 @@ namespace ub_overlap {
 class OpenWork {
   public:
     virtual ~OpenWork() = default;
+    // The CUDA graph that the start is part of; 0 for none.
+    virtual uint64_t capture() const { return 0; }
 };
 
 class Executor {
@@ -28,9 +31,8 @@ class Executor {
     virtual std::vector<StepTime> finish(OpenWork& work) = 0;
     // The release of a zero-copy gather: tells the peers that its result was read. Returns the times of all steps.
     virtual std::vector<StepTime> release(OpenWork& work) = 0;
-    // Whether the next op of `work` may run at the place of `next`. False where its steps are part of a CUDA graph that is not
-    // being captured any more, so that there is nothing to end. Throws OptionError where `next` is captured and `work` is not.
-    virtual bool can_continue(const OpenWork& work, const Call& next) const = 0;
+    // The CUDA graph that a call is captured for; 0 for none.
+    virtual uint64_t capture_of(const Call&) const { return 0; }
 };
 
 }  // namespace ub_overlap

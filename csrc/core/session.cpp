@@ -122,9 +122,19 @@ void Session::end_plain(uint64_t number, bool failed) {
     if (failed || device_ == "cpu") flight_.set_state(number, failed ? CallState::failed : CallState::finished);
 }
 
-uint64_t Session::exchange_plain(int split_slot, uint64_t number) {
+int Session::spared_multiprocessors() {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
-    return std::exchange(plain_numbers_[split_slot], number);
+    if (most_spared_ < 0) most_spared_ = hooks_.most_spared ? hooks_.most_spared() : 0;
+    return std::min(most_spared_, settings().nccl_multiprocessors.load(std::memory_order_relaxed));
+}
+
+std::vector<int> Session::open_plain() {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    std::vector<int> slots;
+    for (int slot = 0; slot < split_slots; ++slot) {
+        if (open_[slot] && open_[slot]->call.plain) slots.push_back(slot);
+    }
+    return slots;
 }
 
 std::shared_ptr<Arena> Session::living_arena() {
@@ -289,24 +299,44 @@ void Session::refuse_start(const Call& call, const OpenCollective& open) const {
                                   "collective's tensors"}});
 }
 
-void Session::free_slot(const Call& next, Executor& executor) {
+bool Session::can_continue(const OpenCollective& open, const Call& next) const {
+    const uint64_t started = open.work->capture(), capture = open.executor->capture_of(next);
+    if (started == 0 && capture != 0) {
+        throw NamedError(
+            "OptionError",
+            {{"what", "a split slot has an abandoned collective, which cannot be finished in a CUDA graph"},
+             {"where", next.op_name + " at site '" + next.site + "', split slot " + std::to_string(next.split_slot)},
+             {"got", "an eager start without a finish, as after an exception between them"},
+             {"expected", "a free slot before the capture"},
+             {"fix", "call the captured function once eagerly before the capture, on all ranks"}});
+    }
+    return started == capture;
+}
+
+void Session::free_slot(const Call& next) {
     std::unique_ptr<OpenCollective>& slot = open_[next.split_slot];
     const auto is_abandoned = [&] { return slot && slot->tensors.is_abandoned && slot->tensors.is_abandoned(); };
     if (slot && !is_abandoned() && hooks_.collect_garbage) hooks_.collect_garbage();  // a traceback in a cycle holds tokens
     if (!slot) return;
     if (!is_abandoned()) refuse_start(next, *slot);
-    const bool has_steps = executor.can_continue(*slot->work, next);
+    const bool has_steps = can_continue(*slot, next);
     const std::unique_ptr<OpenCollective> open = std::move(slot);
     open->call.stream = next.stream;
     if (!has_steps || ranks_ == 1) return;
-    run_split_op_of(open->call, open->number, [&] { end_abandoned(*open, executor); });
+    const auto end = [&] { end_abandoned(*open); };
+    open->call.plain ? run_op_of(open->call, open->number, end) : run_split_op_of(open->call, open->number, end);
 }
 
 // The peers may have finished the collective, and wait for this rank's part of it. So its steps run to their end; the results
 // go to memory that no program reads.
-void Session::end_abandoned(OpenCollective& open, Executor& executor) {
+void Session::end_abandoned(OpenCollective& open) {
     Call& call = open.call;
+    Executor& executor = *open.executor;
     hooks_.agree_on_abandoned(call);
+    if (call.plain) {
+        finish_plain(open);
+        return;
+    }
     std::vector<std::shared_ptr<char>> results;
     const auto allocate_output = [&](Call& of) {
         results.push_back(hooks_.allocate(call, of.output_bytes()));
@@ -325,10 +355,10 @@ void Session::end_abandoned(OpenCollective& open, Executor& executor) {
     flight_.set_state(open.number, device_ == "cpu" ? CallState::finished : CallState::issued);
 }
 
-char* Session::landing_memory(Call& call, Executor& executor) {
+char* Session::landing_memory(Call& call) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable(&call);
-    free_slot(call, executor);
+    free_slot(call);
     if (arena_->slot_bytes(call.slot()) < call.slot_bytes()) {
         const uint64_t number = flight_.begin(0, call.tag, {call.op_name, call.site, call.strategy, call.shape_text});
         run_op_of(call, number, [&] { hooks_.grow(call, false); });
@@ -340,12 +370,18 @@ char* Session::landing_memory(Call& call, Executor& executor) {
 void Session::start(Call call, HeldTensors tensors, Executor& executor) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable(&call);
-    free_slot(call, executor);
+    free_slot(call);
     std::unique_ptr<OpenCollective>& open = open_[call.split_slot];
     auto next = std::make_unique<OpenCollective>();
     next->call = std::move(call);
     next->tensors = std::move(tensors);
+    next->executor = &executor;
     Call& own = next->call;
+    if (own.plain) {
+        start_plain(*next);
+        open = std::move(next);
+        return;
+    }
     own.epoch = ++split_epochs_[own.split_slot];
     next->number = flight_.begin(0, own.tag, {own.op_name, own.site, own.strategy, own.shape_text});
     run_split_op_of(own, next->number, [&] {
@@ -356,7 +392,7 @@ void Session::start(Call call, HeldTensors tensors, Executor& executor) {
     open = std::move(next);
 }
 
-void Session::finish(Call& call, Executor& executor) {
+void Session::finish(Call& call) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable(&call);
     if (const OpenCollective* begun = open_[call.split_slot].get();
@@ -365,6 +401,12 @@ void Session::finish(Call& call, Executor& executor) {
     }
     std::unique_ptr<OpenCollective> open = std::move(open_[call.split_slot]);
     Call& own = open->call;
+    if (own.plain) {
+        own.stream = call.stream;
+        call.plain = own.plain;
+        finish_plain(*open);
+        return;
+    }
     if (own.key.zero_copy) {
         own.put_output_in_landing();
         call.set_outputs(own);
@@ -375,7 +417,7 @@ void Session::finish(Call& call, Executor& executor) {
     open->finish_ns = std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
     run_split_op_of(own, open->number, [&] {
         const bool trace = settings().trace.load(std::memory_order_relaxed);
-        const std::vector<StepTime> times = executor.finish(*open->work);
+        const std::vector<StepTime> times = open->executor->finish(*open->work);
         flight_.set_state(open->number, device_ == "cpu" ? CallState::finished : CallState::issued);
         Stats::get().add(own.site, own.strategy, transport_, reason_, times, trace, open->finish_ns);
     });
@@ -383,6 +425,27 @@ void Session::finish(Call& call, Executor& executor) {
     open->is_finished = true;
     open->tensors = {};  // its pushes have ended
     open_[call.split_slot] = std::move(open);
+}
+
+// A failure leaves the session as it was: ranks are in step, and c10d's own state decides what its next collective does.
+void Session::start_plain(OpenCollective& next) {
+    next.number = verify_only(next.call);
+    try {
+        next.work = next.executor->start(next.call);
+    } catch (...) {
+        end_plain(next.number, true);
+        throw;
+    }
+}
+
+void Session::finish_plain(OpenCollective& open) {
+    try {
+        open.executor->finish(*open.work);
+    } catch (...) {
+        end_plain(open.number, true);
+        throw;
+    }
+    end_plain(open.number, false);
 }
 
 int64_t Session::received_rounds(int split_slot) {
@@ -409,7 +472,7 @@ void Session::refuse_finish(const Call& call, const OpenCollective* open) const 
          {"fix", "pass the arguments of start_collective, and finish every collective once"}});
 }
 
-void Session::release(const Call& call, Executor& executor) {
+void Session::release(const Call& call) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable(&call);
     std::unique_ptr<OpenCollective>& open = open_[call.split_slot];
@@ -428,7 +491,7 @@ void Session::release(const Call& call, Executor& executor) {
     Call& own = last->call;
     own.stream = call.stream;
     run_split_op_of(own, last->number, [&] {
-        const std::vector<StepTime> times = executor.release(*last->work);
+        const std::vector<StepTime> times = last->executor->release(*last->work);
         if (settings().trace.load(std::memory_order_relaxed)) Stats::get().keep_trace(own.site, times);
     });
 }

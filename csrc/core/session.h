@@ -10,6 +10,7 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/area_growth.h"
 #include "core/executor.h"
@@ -28,6 +29,8 @@ struct SessionHooks {
     std::function<void(const Call& call)> agree_on_abandoned;
     // Frees objects that only reference cycles hold.
     std::function<void()> collect_garbage;
+    // Returns how many multiprocessors matmuls can leave at most to the collectives that c10d runs for the group.
+    std::function<int()> most_spared;
     // Returns memory on the call's device, for work of its stream.
     std::function<std::shared_ptr<char>(const Call& call, int64_t bytes)> allocate;
 };
@@ -51,24 +54,26 @@ class Session {
     // A zero-copy gather's output is landing memory, which `finish` sets and `release` gives back.
     // A start in a slot whose collective is abandoned ends that one first, on all ranks.
     void start(Call call, HeldTensors tensors, Executor& executor);
-    void finish(Call& call, Executor& executor);
+    void finish(Call& call);
     // Returns the rounds in which this rank receives the all_to_all that is open in a slot; 1 without one.
     int64_t received_rounds(int split_slot);
     // Sets when the zero-copy gather that was finished in a slot is abandoned: its result is freed.
     void watch_result(int split_slot, std::function<bool()> is_abandoned);
     // `call`: its slot, site and stream.
-    void release(const Call& call, Executor& executor);
+    void release(const Call& call);
     // Returns this rank's landing memory of a split call that is to be started, grown to its needs: a gather whose input is at
     // its place there copies nothing on this rank. Collective where it grows.
-    char* landing_memory(Call& call, Executor& executor);
+    char* landing_memory(Call& call);
+    // Returns how many multiprocessors matmuls leave while c10d runs a split collective of the group.
+    int spared_multiprocessors();
     // Plan check alone, for calls that another transport carries out. Returns the call's number in the flight recorder.
     uint64_t verify_only(const Call& call);
     // The alternative that the ranks agreed on for a bucket of a site's table; -1 before they did.
     int picked(const std::string& site, int bucket);
     // The end of a call that another transport carried out. `number`: of verify_only.
     void end_plain(uint64_t number, bool failed);
-    // Keeps that number from the start to the finish of a split collective. Returns the one that the slot had.
-    uint64_t exchange_plain(int split_slot, uint64_t number);
+    // The split slots whose collective c10d runs now.
+    std::vector<int> open_plain();
     // Times the alternatives on all ranks together. Does nothing while a graph is being captured.
     void tune(const Tuning& tuning);
     // Throws the failure of a call that was only issued (CUDA), or of a peer.
@@ -102,15 +107,22 @@ class Session {
     struct OpenCollective {
         Call call;
         HeldTensors tensors;
+        Executor* executor = nullptr;
         uint64_t number = 0;             // in the flight recorder
         bool is_finished = false;        // it waits for its release
         int64_t finish_ns = 0;           // when its finish began
         std::unique_ptr<OpenWork> work;  // refers to `call`, so it is destroyed first
     };
     [[noreturn]] void refuse_finish(const Call& call, const OpenCollective* open) const;
+    // Whether the next op of an abandoned collective may run at the place of `next`. False where its steps are part of a CUDA
+    // graph that is not being captured any more, so that there is nothing to end. Throws where only `next` is captured.
+    bool can_continue(const OpenCollective& open, const Call& next) const;
     // Ends an abandoned collective in the slot of `next`. Throws where one is open that can still be finished.
-    void free_slot(const Call& next, Executor& executor);
-    void end_abandoned(OpenCollective& open, Executor& executor);
+    void free_slot(const Call& next);
+    void end_abandoned(OpenCollective& open);
+    // The start and the finish of a collective that c10d runs.
+    void start_plain(OpenCollective& next);
+    void finish_plain(OpenCollective& open);
     [[noreturn]] void refuse_start(const Call& call, const OpenCollective& open) const;
     // Runs one op of `call`. An error makes the session unusable, and is passed on.
     void run_op_of(const Call& call, uint64_t number, const std::function<void()>& body);
@@ -144,7 +156,7 @@ class Session {
     // The slot of the last call if its epochs are not those of the group: a fused collective, or a split one whose start,
     // finish or release runs. Else -1.
     std::atomic<int> slot_with_own_epochs_{-1};
-    uint64_t plain_numbers_[split_slots] = {};
+    int most_spared_ = -1;  // not known yet
     std::set<std::string> verified_;
     std::map<std::pair<std::string, int>, int> picks_;
     std::string failure_text_;

@@ -17,6 +17,7 @@ struct Settings {
     std::atomic<int64_t> flight_calls{256};  // that the flight recorder of a group keeps; 0: off
     std::atomic<bool> trace{false};
     std::atomic<bool> replay{true};
+    std::atomic<int> nccl_multiprocessors{0};  // that matmuls leave to a split collective of NCCL
     std::atomic<bool> nvtx{false};  // NVTX ranges around calls
     // Called regularly by the thread of a waiting call; throws on Ctrl-C.
     std::atomic<void (*)()> check_signals{nullptr};

@@ -12,7 +12,6 @@ class CpuExecutor final : public Executor {
     std::unique_ptr<OpenWork> start(const Call& call) override;
     std::vector<StepTime> finish(OpenWork& work) override;
     std::vector<StepTime> release(OpenWork& work) override;
-    bool can_continue(const OpenWork&, const Call&) const override { return true; }
 
   private:
     MatmulFn matmul_;

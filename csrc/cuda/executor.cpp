@@ -120,9 +120,10 @@ struct SplitWork final : OpenWork {
     SplitWork& operator=(const SplitWork&) = delete;
     // Captured pushes do not run here, and their streams may be part of another capture by now.
     ~SplitWork() override {
-        if (run && capture != 0) run->leave_pushes();
+        if (run && started != 0) run->leave_pushes();
     }
-    unsigned long long capture = 0;  // the capture that the start is part of; 0: none
+    uint64_t capture() const override { return started; }
+    unsigned long long started = 0;  // the capture that the start is part of; 0: none
     std::unique_ptr<Run> run;
     const Call* call = nullptr;
 };
@@ -131,16 +132,16 @@ struct SplitWork final : OpenWork {
 std::vector<StepTime> issue_part(SplitWork& work, std::vector<StepTime> (Run::*part)(cudaStream_t)) {
     const Call& call = *work.call;
     const CallScope at(call);
-    if (at.capture != work.capture) {
+    if (at.capture != work.started) {
         const auto name = [](unsigned long long id) { return id == 0 ? "eagerly" : "in graph " + std::to_string(id); };
         throw NamedError("OptionError",
                          {{"what", "the ops of a split collective are in different CUDA graphs"},
                           {"where", call.op_name + " at site '" + call.site + "'"},
-                          {"got", std::string("started ") + name(work.capture) + ", continued " + name(at.capture)},
+                          {"got", std::string("started ") + name(work.started) + ", continued " + name(at.capture)},
                           {"expected", "all in one capture, or all eagerly"},
                           {"fix", "capture start_collective, finish_collective and the release together"}});
     }
-    if (work.capture != 0) return (work.run.get()->*part)(at.stream);
+    if (work.started != 0) return (work.run.get()->*part)(at.stream);
     return issue_in_order(at.arena, at.stream, [&] { return (work.run.get()->*part)(at.stream); });
 }
 
@@ -168,11 +169,11 @@ std::unique_ptr<OpenWork> CudaExecutor::start(const Call& call) {
     at.begin(call);
     auto work = std::make_unique<SplitWork>();
     work->call = &call;
-    work->capture = at.capture;
+    work->started = at.capture;
     Lane& lane = at.lane();
     Events& events = at.arena ? at.arena->split_events(call.split_slot) : lane.events;
     work->run = std::make_unique<Run>(call, matmul_, events, lane.copies, at.stream, at.timeout_ns);
-    if (work->capture != 0) {
+    if (work->started != 0) {
         work->run->start();
     } else {
         issue_in_order(at.arena, at.stream, [&] { return work->run->start(), true; });
@@ -188,20 +189,9 @@ std::vector<StepTime> CudaExecutor::release(OpenWork& work) {
     return issue_part(static_cast<SplitWork&>(work), &Run::release);
 }
 
-bool CudaExecutor::can_continue(const OpenWork& work, const Call& next) const {
-    const DeviceScope scope(next.device);
-    const unsigned long long started = static_cast<const SplitWork&>(work).capture;
-    const unsigned long long capture = capture_of(static_cast<cudaStream_t>(next.stream));
-    if (started == 0 && capture != 0) {
-        throw NamedError(
-            "OptionError",
-            {{"what", "a split slot has an abandoned collective, which cannot be finished in a CUDA graph"},
-             {"where", next.op_name + " at site '" + next.site + "', split slot " + std::to_string(next.split_slot)},
-             {"got", "an eager start without a finish, as after an exception between them"},
-             {"expected", "a free slot before the capture"},
-             {"fix", "call the captured function once eagerly before the capture, on all ranks"}});
-    }
-    return started == capture;
+uint64_t CudaExecutor::capture_of(const Call& call) const {
+    const DeviceScope scope(call.device);
+    return cuda::capture_of(static_cast<cudaStream_t>(call.stream));
 }
 
 }  // namespace ub_overlap

@@ -15,7 +15,7 @@ class CudaExecutor final : public Executor {
     std::unique_ptr<OpenWork> start(const Call& call) override;
     std::vector<StepTime> finish(OpenWork& work) override;
     std::vector<StepTime> release(OpenWork& work) override;
-    bool can_continue(const OpenWork& work, const Call& next) const override;
+    uint64_t capture_of(const Call& call) const override;
 
   private:
     MatmulFn matmul_;

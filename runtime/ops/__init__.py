@@ -64,7 +64,7 @@ from . import fp8_record_amax as fp8_record_amax
 from . import host_read as host_read
 from . import packed_weight as packed_weight
 from .definition import OpDefinition
-from .plain_collective import at_site
+from .plain_collective import at_site, fail_plain, wait_on_host
 from .schedule_provider import ScheduleProvider
 
 DEFINITIONS: dict[str, OpDefinition[Any]] = {
@@ -97,6 +97,7 @@ load = extension
 def run_fallback(op: str, *args: Any) -> Any:
     """Run the fallback of `op` on the arguments of its schema. C++ calls this."""
     definition = DEFINITIONS[op]
+    assert definition.fallback is not None, f"{op} has no fallback in Python"
     with at_site(op, args[-1]):
         return definition.fallback(definition.arguments(*args))
 
@@ -111,6 +112,7 @@ def install(provide: Any, bind: Any) -> None:
         on_error=flight.attach,
         warn=logging.getLogger("ub_overlap").warning,
     )
+    _C.install_plain(wait_on_host=wait_on_host, fail_plain=fail_plain)
 
 
 _C = load()

@@ -28,8 +28,9 @@ class OpDefinition(Generic[Args]):
     """A named tuple with the schema's arguments, in order. `fake` and `fallback` both take it."""
     fake: Callable[[Args], Any]
     """Computes sizes, dtypes and strides of the results."""
-    fallback: Callable[[Args], Any]
-    """Computes the op by plain c10d collectives and matmuls: for strategy "none" and for groups without a transport."""
+    fallback: Callable[[Args], Any] | None = None
+    """Computes the op by plain c10d collectives and matmuls: for strategy "none" and for groups without a transport. None where
+    C++ does so."""
     flops: Callable[[Args], Any] | None = None
     """Counts the operations of its matmuls. None for ops without any: Inductor's scheduler takes an op that counts for one
     that computes."""

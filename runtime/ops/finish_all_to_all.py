@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from . import c10d_split
 from .all_to_all_args import AllToAllArgs, make_result
 from .definition import OpDefinition
 
@@ -41,13 +40,8 @@ def fake(a: FinishAllToAllArgs) -> Tensor:
     return result if a.order is None else result.new_empty((a.order.shape[0], *result.shape[1:]))
 
 
-def fallback(a: FinishAllToAllArgs) -> Tensor:
-    """Wait for the exchange that c10d runs, and return all rows: C++ puts them in order."""
-    return c10d_split.finish(_arguments_of_start(a))[0]
-
-
 def _arguments_of_start(a: FinishAllToAllArgs) -> AllToAllArgs:
     return AllToAllArgs(*a[1:-1])
 
 
-DEFINITION = OpDefinition(SCHEMA, FinishAllToAllArgs, fake, fallback)
+DEFINITION = OpDefinition(SCHEMA, FinishAllToAllArgs, fake)

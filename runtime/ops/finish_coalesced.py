@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import c10d_split, finish_collective
+from . import finish_collective
 from .coalesced_args import CoalescedArgs, each_collective
 from .definition import OpDefinition
 
@@ -40,9 +40,4 @@ def fake(a: FinishCoalescedArgs) -> list[Tensor]:
     return [finish_collective.fake(finish_collective.FinishArgs(a.token, *one)) for one in each]
 
 
-def fallback(a: FinishCoalescedArgs) -> list[Tensor]:
-    """Wait for the collectives that c10d runs."""
-    return c10d_split.finish(CoalescedArgs(*a[1:]))
-
-
-DEFINITION = OpDefinition(SCHEMA, FinishCoalescedArgs, fake, fallback)
+DEFINITION = OpDefinition(SCHEMA, FinishCoalescedArgs, fake)

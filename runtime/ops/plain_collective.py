@@ -52,10 +52,13 @@ def at_site(op: str, site: str) -> Iterator[None]:
         _current.op, _current.site = before
 
 
-def launch(group: str, device: str, start: Callable[[], Any]) -> Any:
-    """Start a collective of `group` and return c10d's handle. Errors as of `run_collective`."""
-    with _name_failures(group, device):
-        return start()
+def fail_plain(op: str, site: str, group: str, device: str, text: str) -> None:
+    """Raise the error of a split collective that c10d failed to launch, or to end on a GPU. C++ calls this.
+
+    PeerTimeoutError for a peer that is gone, else CollectiveError.
+    """
+    with at_site(op, site), _name_failures(group, device):
+        raise RuntimeError(text)
 
 
 def run_collective(group: str, device: str, start: Callable[[], Any]) -> None:
@@ -71,16 +74,16 @@ def run_collective(group: str, device: str, start: Callable[[], Any]) -> None:
             _wait_on_host(work, group, device)
 
 
-def wait_for(work: Any, group: str, device: str) -> None:
-    """Wait for a collective in flight: on a GPU the current stream waits, elsewhere the host, with the deadline of a step.
+def wait_on_host(work: Any, op: str, site: str, group: str) -> None:
+    """Wait for a split collective on the CPU, with the deadline of a step. C++ calls this.
 
-    A GPU's wait ends at the deadline of the process group. PeerTimeoutError names the ranks that do not report a failure,
-    CollectiveError where all do. GroupAbortedError.
+    PeerTimeoutError names the ranks that do not report a failure, CollectiveError where all do. GroupAbortedError.
     """
-    if device == "cuda":
-        with _name_failures(group, device):
-            work.wait()
-        return
+    with at_site(op, site):
+        _wait_for_peers(work, group, "cpu")
+
+
+def _wait_for_peers(work: Any, group: str, device: str) -> None:
     session = find_session(group, device)
     assert session is not None
     step_s = settings.current().step_timeout_s

@@ -10,4 +10,4 @@ from .release_collective import ReleaseArgs, do_nothing
 
 SCHEMA = "release_coalesced(Tensor(a!)[] gathered, int split_slot, str strategy, str group, str site) -> ()"
 
-DEFINITION = OpDefinition(SCHEMA, ReleaseArgs, do_nothing, do_nothing)
+DEFINITION = OpDefinition(SCHEMA, ReleaseArgs, do_nothing)

@@ -31,4 +31,4 @@ def do_nothing(_a: ReleaseArgs) -> None:
     """Return nothing: only landing memory is given back."""
 
 
-DEFINITION = OpDefinition(SCHEMA, ReleaseArgs, do_nothing, do_nothing)
+DEFINITION = OpDefinition(SCHEMA, ReleaseArgs, do_nothing)

@@ -24,7 +24,7 @@ from .. import errors
 from ..autotune import Tuner
 from ..extension import extension
 from ..schedule.steps import FUSED_SLOT, SLOTS
-from . import channels
+from . import channels, spared_multiprocessors
 from .abort_signal import AbortSignal
 from .arena_size import round_slot_bytes
 from .plan_check import check_group_size, check_plans
@@ -224,6 +224,10 @@ class Session:
             for _ in range(10 if self._arena is not None else 0):  # a process closes its sockets before it is gone
                 self._check_peers()
                 time.sleep(0.05)
+
+    def most_spared_multiprocessors(self) -> int:
+        """Return how many multiprocessors matmuls leave at most while c10d runs a split collective of the group."""
+        return spared_multiprocessors.most_spared(self.group, str(self.core.device))
 
     def has_lost_peer(self) -> bool:
         """Return whether a peer of this group has failed, or its process is gone."""

@@ -289,14 +289,6 @@ def timeout_of(group: Any, device: str) -> float | None:
         return None
 
 
-def has_carveout() -> bool:
-    """Return whether this torch has a carve-out: multiprocessors that its matmuls leave free."""
-    try:
-        return __getattr__("get_carveout") is not None and __getattr__("set_carveout") is not None
-    except ImportError:
-        return False
-
-
 def process_groups() -> list[Any]:
     """Return the c10d process groups of this process."""
     import torch.distributed as dist

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import ub_overlap
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import settings
-from ub_overlap.runtime.ops import c10d_split
+from ub_overlap.runtime.session import spared_multiprocessors
 from ub_overlap.runtime.session.bind import find_session
 from ub_overlap.runtime.session.host_layout import find_layout, hosts_of, size_of
 
@@ -48,32 +48,32 @@ def run(rank: int, world: int, function: str, *args: Any) -> Any:
 
 
 def runs_meanwhile(rank: int, world: int) -> dict[str, Any]:
-    """A collective ends between start and finish, without a call in between. Finish returns the tensor that it filled."""
+    """A collective makes progress between start and finish: the first rank finishes it before its peers call anything again."""
     with one_rank_a_host(world) as name:
         shard = data(4, 4, seed=rank)
         site = {"site": "/meanwhile"}
         token = start(name, "all_gather", shard, **site)
-        begun = opened(name)[0].launched[0]
-        until = time.monotonic() + 20
-        while not begun.work.is_completed() and time.monotonic() < until:
-            time.sleep(0.001)
-        ended = begun.work.is_completed()
+        left = [len(opened(name))]
+        store, key = compat.store_of(dist.group.WORLD), f"rank_hosts/{name}/finished"
+        if rank > 0:
+            store.wait([key], timedelta(seconds=20))
         out = finish(name, "all_gather", token, shard, **site)
+        if rank == 0:
+            store.set(key, "")
         stats = C.site_stats()["/meanwhile"]
         return {
-            "ended": ended,
-            "copied": out.data_ptr() != begun.result.data_ptr(),
             "right": torch.equal(out, torch.cat([data(4, 4, seed=r) for r in range(world)])),
-            "left": len(opened(name)),
+            "open": [*left, len(opened(name))],
             "calls": stats["calls"],
             "transport": stats["transport"],
         }
 
 
-def opened(name: str) -> dict[int, c10d_split.OpenCollective]:
+def opened(name: str) -> list[int]:
+    """Return the split slots of a group whose collective is open."""
     session = find_session(name, "cpu")
     assert session is not None
-    return c10d_split._open[session]
+    return list(session.core.open_plain())
 
 
 def several_at_once(rank: int, world: int) -> list[str]:
@@ -93,7 +93,7 @@ def spares(rank: int, world: int) -> dict[str, Any]:
     """Return torch's carve-out at moments of split collectives, as if NCCL ran them."""
     found: dict[str, Any] = {}
     with one_rank_a_host(world) as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(c10d_split, "multiprocessors_for", lambda group, device: 8)
+        patch.setattr(spared_multiprocessors, "most_spared", lambda group, device: 8)
         shard = data(4, 4, seed=rank)
         tokens = [start(name, "all_gather", shard, slot) for slot in range(2)]
         seen = [compat.get_carveout()]
@@ -162,15 +162,18 @@ def aborted(rank: int, world: int) -> dict[str, Any]:
         return found
 
 
-def freed(rank: int, world: int) -> int:
-    """Destroy a group with an open collective. Return the number of open ones that are kept."""
+def freed(rank: int, world: int) -> list[int]:
+    """Destroy a group with an open collective. Return the open ones, and those that are kept."""
     with one_rank_a_host(world):
         group: Any = dist.new_group(list(range(world)))
         start(group.group_name, "all_gather", data(4, 4, seed=rank))
+        session = find_session(group.group_name, "cpu")
+        assert session is not None
+        found = [len(session.core.open_plain())]
         dist.barrier()
         dist.destroy_process_group(group)
         C.close_destroyed_groups()
-        return sum(len(slots) for slots in c10d_split._open.values())
+        return [*found, len(session.core.open_plain())]
 
 
 def layouts(rank: int, world: int, declared: str, environment: dict[str, str]) -> tuple[Any, Any]:

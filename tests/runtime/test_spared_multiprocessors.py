@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-import torch
 
 from tests.harness.ranks import RankPool
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import errors, settings
-from ub_overlap.runtime.ops.spared_multiprocessors import multiprocessors_for, spare
+from ub_overlap.runtime.extension import extension
+from ub_overlap.runtime.session.spared_multiprocessors import most_spared
 
 from . import rank_hosts
 
@@ -25,49 +26,47 @@ def carveout() -> Iterator[Callable[[], int | None]]:
     assert left is None
 
 
-def token() -> torch.Tensor:
-    return torch.empty(1, dtype=torch.uint8)
+def spare(count: int) -> Any:
+    share = extension().SparedMultiprocessors()
+    share.begin(count)
+    return share
 
 
 def test_until_the_last_collective_ends(carveout: Callable[[], int | None]) -> None:
-    first, second, nothing = token(), token(), token()
-    ends = [spare(first, 8), spare(second, 8), spare(nothing, 0)]
+    first, second, nothing = spare(8), spare(8), spare(0)
     assert carveout() == 8
-    ends[0]()
+    first.end()
     assert carveout() == 8
-    ends[1]()
+    second.end()
     assert carveout() is None
-    ends[0]()  # again
-    spare(nothing, 0)()
+    first.end()  # again
+    nothing.end()
+    second.begin(8)  # it has ended
     assert carveout() is None
 
 
-def test_a_token_that_is_freed(carveout: Callable[[], int | None]) -> None:
-    """No finish can follow: an exception came in between, or the group has ended."""
-    kept, left = token(), token()
-    end = spare(kept, 8)
-    spare(left, 8)
-    end()
+def test_a_share_that_is_dropped(carveout: Callable[[], int | None]) -> None:
+    kept, left = spare(8), spare(8)
+    kept.end()
     assert carveout() == 8
     del left
     assert carveout() is None
 
 
 def test_a_number_of_the_program_stays(carveout: Callable[[], int | None]) -> None:
-    held = token()
     compat.set_carveout(3)
-    spare(held, 8)()
+    spare(8).end()
     assert carveout() == 3
     compat.set_carveout(None)
-    end = spare(held, 8)
+    share = spare(8)
     compat.set_carveout(5)  # while a collective is open
-    end()
+    share.end()
     assert carveout() == 5
     compat.set_carveout(None)
 
 
 def test_where_nccl_does_not_run() -> None:
-    assert multiprocessors_for("no such group", torch.device("cpu")) == 0
+    assert most_spared("no such group", "cpu") == 0
     with pytest.raises(errors.OptionError, match="nccl_multiprocessors"):
         settings.configure(nccl_multiprocessors=-1)
 

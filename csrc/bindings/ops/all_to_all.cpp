@@ -2,17 +2,12 @@
 // size of its piece.
 #include <numeric>
 
-#include "bindings/fallback.h"
+#include "bindings/ops/plain_split.h"
 #include "bindings/ops/ops.h"
 #include "bindings/ops/run_op.h"
 
 namespace ub_overlap {
 namespace {
-
-FallbackCall& add_arguments(FallbackCall& fallback, const Tensor& input, at::IntArrayRef output_splits,
-                            at::IntArrayRef input_splits, int64_t split_slot, bool one_area) {
-    return fallback.tensor(input).integers(output_splits).integers(input_splits).integer(split_slot).flag(one_area);
-}
 
 // Returns the first row of every piece, and behind them the number of all rows.
 std::vector<int64_t> sum_up(at::IntArrayRef splits) {
@@ -95,15 +90,18 @@ Tensor start_all_to_all(const Tensor& input, at::IntArrayRef output_splits, at::
         describe_call(b, input, output_splits, input_splits, split_slot, one_area);
         const Tensor dense = input.contiguous();
         b.call.input = data_of(dense);
+        if (is_plain(b)) {
+            return start_plain(b, "all_to_all", input.options(), [&](c10d::ProcessGroup& members) {
+                return std::vector<PlainTransfer>{plain_exchange(members, dense, output_splits, input_splits)};
+            });
+        }
         const Tensor token = at::empty({1}, input.options().dtype(at::kByte));
-        if (start_on_transport(b, std::make_shared<Tensor>(dense), token)) return token;
-        WithGil gil;
-        FallbackCall fallback("start_all_to_all");
-        return add_arguments(fallback, dense, output_splits, input_splits, split_slot, one_area).run(at).at(0);
+        start_on_transport(b, std::make_shared<Tensor>(dense), token);
+        return token;
     });
 }
 
-Tensor finish_all_to_all(const Tensor& token, const Tensor& input, at::IntArrayRef output_splits, at::IntArrayRef input_splits,
+Tensor finish_all_to_all(const Tensor&, const Tensor& input, at::IntArrayRef output_splits, at::IntArrayRef input_splits,
                          int64_t split_slot, bool one_area, std::string strategy, std::string group, std::string site,
                          const std::optional<Tensor>& order) {
     return run_op(input.device(), [&] {
@@ -126,19 +124,14 @@ Tensor finish_all_to_all(const Tensor& token, const Tensor& input, at::IntArrayR
             out = at::empty(sizes, input.options());
             call.output = data_of(out);
         };
-        if (finish_on_transport(b, allocate)) {
-            // Raised behind the finish, as by an index that follows it: this rank's peers have finished too.
-            TORCH_CHECK_INDEX(!wrong, "index ", *wrong, " is out of bounds for dimension 0 with size ", received);
-            return out;
+        if (is_plain(b)) {
+            const Tensor rows = finish_plain(b).at(0);
+            return order ? rows.index({*order}) : rows;
         }
-        Tensor rows;
-        {
-            WithGil gil;
-            FallbackCall fallback("finish_all_to_all");
-            fallback.tensor(token);
-            rows = add_arguments(fallback, input, output_splits, input_splits, split_slot, one_area).run(at).at(0);
-        }
-        return order ? rows.index({*order}) : rows;
+        finish_on_transport(b, allocate);
+        // Raised behind the finish, as by an index that follows it: this rank's peers have finished too.
+        TORCH_CHECK_INDEX(!wrong, "index ", *wrong, " is out of bounds for dimension 0 with size ", received);
+        return out;
     });
 }
 

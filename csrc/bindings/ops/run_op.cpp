@@ -4,47 +4,28 @@
 #include <vector>
 
 #include "bindings/matmul.h"
+#include "bindings/messages.h"
 #include "bindings/range.h"
 #include "core/dispatch_table.h"
 #include "cpu/executor.h"
 #ifdef UB_OVERLAP_CUDA
-#include <c10/cuda/CUDAStream.h>
-
 #include "cuda/executor.h"
 #endif
 
 namespace ub_overlap {
 namespace {
 
-// Returns the executor of a call's device, and sets the call's stream.
-Executor& executor_of(at::Device device, Call& call) {
+// Returns the executor of a call, and sets the call's stream.
+Executor& executor_of(Builder& b) {
+    set_stream(b);
 #ifdef UB_OVERLAP_CUDA
-    if (device.is_cuda()) {
+    if (b.device().is_cuda()) {
         static CudaExecutor cuda(&matmul_cuda);
-        call.device = device.index();
-        call.stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
         return cuda;
     }
 #endif
-    (void)device, (void)call;
     static CpuExecutor cpu(&matmul_cpu);
     return cpu;
-}
-
-bool is_plain(const Session& session, const Call& call) {
-    return call.strategy == "none" || session.transport() == "c10d";
-}
-
-// Returns a test whether the memory of a tensor was freed, that of views included.
-std::function<bool()> is_freed(const Tensor& tensor) {
-    return [storage = tensor.storage().getWeakStorageImpl()] { return storage.expired(); };
-}
-
-// Announces a call that a plain collective carries out. `number`: its number in the flight recorder.
-void announce_plain(const std::shared_ptr<Session>& session, const Call& call, uint64_t number) {
-    plain_call() = {session, number};
-    const std::string reason = call.strategy == "none" ? std::string("none") + dispatched_by() : session->reason();
-    Stats::get().add(call.site, call.strategy, "c10d", reason, {}, false);
 }
 
 }  // namespace
@@ -54,43 +35,51 @@ PlainCall& plain_call() {
     return current;
 }
 
+void set_stream(Builder& b) {
+    if (b.device().is_cuda()) b.call.device = b.device().index();
+    b.call.stream = current_stream(b.device());
+}
+
+std::function<bool()> is_freed(const Tensor& tensor) {
+    return [storage = tensor.storage().getWeakStorageImpl()] { return storage.expired(); };
+}
+
+bool is_plain(Builder& b) {
+    b.seal();
+    return b.call.strategy == "none" || b.session()->transport() == "c10d";
+}
+
+void announce_plain(Builder& b) {
+    const Call& call = b.call;
+    const std::string reason = call.strategy == "none" ? std::string("none") + dispatched_by() : b.session()->reason();
+    Stats::get().add(call.site, call.strategy, "c10d", reason, {}, false);
+}
+
 bool run_on_transport(Builder& b, const std::function<void(Call&)>& prepare) {
-    b.seal();
+    const bool plain = is_plain(b);
     std::shared_ptr<Session> session = b.session();
-    if (is_plain(*session, b.call)) {
-        announce_plain(session, b.call, session->verify_only(b.call));
+    if (plain) {
+        plain_call() = {session, session->verify_only(b.call)};
+        announce_plain(b);
         return false;
     }
     const SiteRange range(b.call);
-    session->run(b.call, executor_of(b.device(), b.call), prepare);
+    Executor& executor = executor_of(b);
+    session->run(b.call, executor, prepare);
     return true;
 }
 
-bool start_on_transport(Builder& b, std::shared_ptr<void> sent, const Tensor& token) {
-    b.seal();
-    std::shared_ptr<Session> session = b.session();
-    if (is_plain(*session, b.call)) {
-        plain_call() = {session, session->verify_only(b.call), false};
-        session->exchange_plain(b.call.split_slot, plain_call().number);
-        return false;
-    }
+void start_on_transport(Builder& b, std::shared_ptr<void> sent, const Tensor& token) {
     const SiteRange range(b.call);
-    Executor& executor = executor_of(b.device(), b.call);
-    session->start(b.call, {std::move(sent), is_freed(token)}, executor);
-    return true;
+    Executor& executor = executor_of(b);
+    b.session()->start(b.call, {std::move(sent), is_freed(token)}, executor);
 }
 
-bool finish_on_transport(Builder& b, const std::function<void(Call&)>& prepare) {
-    b.seal();
-    std::shared_ptr<Session> session = b.session();
-    if (is_plain(*session, b.call)) {
-        announce_plain(session, b.call, session->exchange_plain(b.call.split_slot, 0));
-        return false;
-    }
+void finish_on_transport(Builder& b, const std::function<void(Call&)>& prepare) {
     const SiteRange range(b.call);
     prepare(b.call);
-    session->finish(b.call, executor_of(b.device(), b.call));
-    return true;
+    set_stream(b);
+    b.session()->finish(b.call);
 }
 
 void watch_results(Builder& b, at::TensorList results) {
@@ -102,19 +91,14 @@ void watch_results(Builder& b, at::TensorList results) {
 }
 
 char* landing_on_transport(Builder& b) {
-    b.seal();
-    std::shared_ptr<Session> session = b.session();
-    if (is_plain(*session, b.call)) return nullptr;
-    Executor& executor = executor_of(b.device(), b.call);
-    return session->landing_memory(b.call, executor);
+    set_stream(b);
+    return b.session()->landing_memory(b.call);
 }
 
 void release_on_transport(Builder& b) {
-    b.seal();
-    std::shared_ptr<Session> session = b.session();
-    if (is_plain(*session, b.call)) return;
     const SiteRange range(b.call);
-    session->release(b.call, executor_of(b.device(), b.call));
+    set_stream(b);
+    b.session()->release(b.call);
 }
 
 }  // namespace ub_overlap

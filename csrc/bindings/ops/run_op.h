@@ -12,27 +12,36 @@
 
 namespace ub_overlap {
 
-// Runs the builder's call on our transport and returns true. Returns false, and runs nothing, where the group has no transport
-// or the strategy is "none". `prepare` is called once the call's schedule is known.
+// Sets the device and the current stream of the builder's call.
+void set_stream(Builder& b);
+
+// Whether c10d carries out the builder's call. Ends the builder's description.
+bool is_plain(Builder& b);
+
+// Counts a plain call at its site.
+void announce_plain(Builder& b);
+
+// Runs the builder's call on our transport and returns true. Returns false, and runs nothing, where it is plain.
+// `prepare` is called once the call's schedule is known.
 bool run_on_transport(Builder& b, const std::function<void(Call&)>& prepare = [](Call&) {});
 
-// The same for the ops of a split collective. `sent`: tensors that are kept until the finish. `token`: what the start returns.
-// `prepare`: gives the call its output; without one the finish sets it to landing memory. A release does nothing where a plain
-// collective has run.
-bool start_on_transport(Builder& b, std::shared_ptr<void> sent, const Tensor& token);
-bool finish_on_transport(Builder& b, const std::function<void(Call&)>& prepare);
+// The ops of a split collective that is not plain. `sent`: tensors that are kept until the finish. `token`: what the start
+// returns. `prepare`: gives the call its output; without one the finish sets it to landing memory.
+void start_on_transport(Builder& b, std::shared_ptr<void> sent, const Tensor& token);
+void finish_on_transport(Builder& b, const std::function<void(Call&)>& prepare);
 // Keeps the landing memory that a finish has returned as `results` until all of them are freed.
 void watch_results(Builder& b, at::TensorList results);
 void release_on_transport(Builder& b);
-// Returns this rank's landing memory of a split call; null without a transport.
+// Returns this rank's landing memory of a split call.
 char* landing_on_transport(Builder& b);
 
-// The call that this thread is about to carry out by plain collectives, for the flight recorder. `ends`: with this op. The
-// start of a split collective only fails with it.
+// Returns a test whether the memory of a tensor was freed, that of views included.
+std::function<bool()> is_freed(const Tensor& tensor);
+
+// The call that this thread is about to carry out by plain collectives, for the flight recorder.
 struct PlainCall {
     std::shared_ptr<Session> session;
     uint64_t number = 0;
-    bool ends = true;
 };
 PlainCall& plain_call();
 

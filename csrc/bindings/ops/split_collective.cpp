@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <memory>
 
-#include "bindings/fallback.h"
 #include "bindings/ops/collective_sizes.h"
 #include "bindings/ops/ops.h"
+#include "bindings/ops/plain_split.h"
 #include "bindings/ops/run_op.h"
 
 namespace ub_overlap {
@@ -65,17 +65,29 @@ Call& call_of(Call& call, size_t i) {
     return i == 0 ? call : call.coalesced[i - 1];
 }
 
-// Appends the arguments to a fallback's in the order of the schemas.
-FallbackCall& add_arguments(FallbackCall& fallback, const Arguments& a) {
-    if (a.is_coalesced) {
-        fallback.tensors(a.inputs).text(a.collective).text(a.reduce_op).dtypes(a.out_dtypes.vec());
-    } else {
-        fallback.tensor(a.inputs[0]).text(a.collective).text(a.reduce_op).dtype(a.out_dtypes[0]);
+// Launches the collectives of all tensors with c10d.
+std::vector<PlainTransfer> launch_plain(c10d::ProcessGroup& group, const std::vector<Tensor>& dense, const Arguments& a) {
+    std::vector<PlainTransfer> transfers;
+    for (size_t i = 0; i < dense.size(); ++i) {
+        transfers.push_back(a.collective == "all_gather"
+                                ? plain_gather(group, dense[i])
+                                : plain_reduction(group, dense[i], a.out_dtypes[i], a.collective == "reduce_scatter"));
     }
-    return fallback.integer(a.split_slot).flag(a.zero_copy);
+    return transfers;
 }
 
-Tensor start(Arguments a) {
+// Returns the results of collectives that c10d ran.
+std::vector<Tensor> plain_results(Builder& b, const Arguments& a) {
+    std::vector<Tensor> results = finish_plain(b);
+    if (a.collective == "all_gather") return results;
+    for (size_t i = 0; i < results.size(); ++i) {
+        if (a.reduce_op == "avg") results[i] = results[i] / b.call.ranks;
+        results[i] = results[i].to(a.out_dtypes[i]);
+    }
+    return results;
+}
+
+Tensor start(const Arguments& a) {
     Builder b("split " + a.collective, a.device(), a.site);
     describe_call(b, a);
     auto dense = std::make_shared<std::vector<Tensor>>();
@@ -83,17 +95,19 @@ Tensor start(Arguments a) {
         dense->push_back(a.inputs[i].contiguous());
         call_of(b.call, i).input = data_of(dense->back());
     }
-    const Tensor token = at::empty({1}, a.inputs[0].options().dtype(at::kByte));
-    if (start_on_transport(b, dense, token)) return token;
-    a.inputs = *dense;
-    WithGil gil;
-    FallbackCall fallback(a.is_coalesced ? "start_coalesced" : "start_collective");
-    return add_arguments(fallback, a).run(a.site).at(0);
+    const at::TensorOptions options = a.inputs[0].options();
+    if (is_plain(b)) {
+        const char* kind = a.is_coalesced ? "coalesced" : "collective";
+        return start_plain(b, kind, options, [&](c10d::ProcessGroup& group) { return launch_plain(group, *dense, a); });
+    }
+    const Tensor token = at::empty({1}, options.dtype(at::kByte));
+    start_on_transport(b, dense, token);
+    return token;
 }
 
 // Runs the second part of the collective that is open in the slot, or all of it without a transport. The results go to `outs`,
 // which are allocated here unless they are given, or the result stays in landing memory.
-std::vector<Tensor> finish(const Tensor& token, const Arguments& a, std::vector<Tensor> outs = {}) {
+std::vector<Tensor> finish(const Arguments& a, std::vector<Tensor> outs = {}) {
     Builder b("split " + a.collective, a.device(), a.site);
     const std::vector<std::vector<int64_t>> sizes = describe_call(b, a);
     const auto options = [&](size_t i) { return a.inputs[i].options().dtype(a.out_dtypes[i]); };
@@ -109,22 +123,20 @@ std::vector<Tensor> finish(const Tensor& token, const Arguments& a, std::vector<
             call_of(call, i).output = data_of(outs[i]);
         }
     };
-    if (finish_on_transport(b, allocate)) {
-        if (!outs.empty()) return outs;
-        std::vector<Tensor> results;
-        for (size_t i = 0; i < sizes.size(); ++i) {
-            results.push_back(
-                at::for_blob(call_of(b.call, i).output, sizes[i]).options(options(i)).target_device(b.device()).make_tensor());
-        }
-        watch_results(b, results);
-        return results;
+    if (is_plain(b)) {
+        const std::vector<Tensor> results = plain_results(b, a);
+        for (size_t i = 0; i < outs.size(); ++i) outs[i].copy_(results[i]);
+        return are_given ? outs : results;
     }
-    WithGil gil;
-    FallbackCall fallback(a.is_coalesced ? "finish_coalesced" : "finish_collective");
-    fallback.tensor(token);
-    const std::vector<Tensor> results = add_arguments(fallback, a).run(a.site);
-    for (size_t i = 0; i < outs.size(); ++i) outs[i].copy_(results[i]);
-    return are_given ? outs : results;
+    finish_on_transport(b, allocate);
+    if (!outs.empty()) return outs;
+    std::vector<Tensor> results;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+        results.push_back(
+            at::for_blob(call_of(b.call, i).output, sizes[i]).options(options(i)).target_device(b.device()).make_tensor());
+    }
+    watch_results(b, results);
+    return results;
 }
 
 void check_coalesced(at::TensorList inputs, const std::string& site) {
@@ -141,12 +153,12 @@ Tensor start_collective(const Tensor& input, std::string collective, std::string
     });
 }
 
-Tensor finish_collective(const Tensor& token, const Tensor& input, std::string collective, std::string reduce_op,
+Tensor finish_collective(const Tensor&, const Tensor& input, std::string collective, std::string reduce_op,
                          at::ScalarType out_dtype, int64_t split_slot, bool zero_copy, std::string strategy, std::string group,
                          std::string site) {
     return run_op(input.device(), [&] {
         const Site at{strategy, group, site};
-        return finish(token, {input, collective, reduce_op, out_dtype, split_slot, zero_copy, at}).at(0);
+        return finish({input, collective, reduce_op, out_dtype, split_slot, zero_copy, at}).at(0);
     });
 }
 
@@ -160,23 +172,23 @@ Tensor start_coalesced(at::TensorList inputs, std::string collective, std::strin
     });
 }
 
-std::vector<Tensor> finish_coalesced(const Tensor& token, at::TensorList inputs, std::string collective, std::string reduce_op,
+std::vector<Tensor> finish_coalesced(const Tensor&, at::TensorList inputs, std::string collective, std::string reduce_op,
                                      const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot, bool zero_copy,
                                      std::string strategy, std::string group, std::string site) {
     return run_op(device_of(inputs), [&] {
         check_coalesced(inputs, site);
         const Site at{strategy, group, site};
-        return finish(token, {inputs, collective, reduce_op, out_dtypes, split_slot, zero_copy, at, true});
+        return finish({inputs, collective, reduce_op, out_dtypes, split_slot, zero_copy, at, true});
     });
 }
 
-void finish_collective_into(const Tensor& token, const Tensor& input, Tensor& out, std::string collective,
+void finish_collective_into(const Tensor&, const Tensor& input, Tensor& out, std::string collective,
                             std::string reduce_op, int64_t split_slot, std::string strategy, std::string group,
                             std::string site) {
     run_op(input.device(), [&] {
         const Site at{strategy, group, site};
         const at::ScalarType dtype = out.scalar_type();
-        return finish(token, {input, collective, reduce_op, dtype, split_slot, false, at}, {out}).at(0);
+        return finish({input, collective, reduce_op, dtype, split_slot, false, at}, {out}).at(0);
     });
 }
 
@@ -192,7 +204,7 @@ Tensor landing_memory(const Tensor& like, int64_t numel, int64_t split_slot, std
         const std::string collective = "all_gather", reduce_op = "sum";
         const at::ScalarType dtype = like.scalar_type();
         describe_call(b, {shard, collective, reduce_op, dtype, split_slot, true, at});
-        char* memory = have_landing_memory(b.call, shard) ? landing_on_transport(b) : nullptr;
+        char* memory = have_landing_memory(b.call, shard) && !is_plain(b) ? landing_on_transport(b) : nullptr;
         if (!memory) return at::empty({numel}, options);
         return at::for_blob(memory, {numel}).options(options).target_device(like.device()).make_tensor();
     });
@@ -208,7 +220,7 @@ void release_coalesced(at::TensorList gathered, int64_t split_slot, std::string 
         const Site at{strategy, group, site};
         Builder b("split all_gather", gathered[0].device(), at);
         b.set_split_slot(split_slot);
-        if (have_landing_memory(b.call, gathered)) release_on_transport(b);
+        if (have_landing_memory(b.call, gathered) && !is_plain(b)) release_on_transport(b);
         return 0;
     });
 }

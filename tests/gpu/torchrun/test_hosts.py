@@ -16,9 +16,9 @@ from tests.gpu.torchrun.test_split import OPS, arguments, random_orders, replays
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.extension import extension
-from ub_overlap.runtime.ops.spared_multiprocessors import multiprocessors_for
 from ub_overlap.runtime.session.host_groups import name_host_groups
 from ub_overlap.runtime.session.host_layout import find_layout
+from ub_overlap.runtime.session.spared_multiprocessors import most_spared
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_matmuls_leave_multiprocessors(lockstep: Lockstep, apart: str) -> None:
             OPS.finish_collective(tokens[slot], shard, *call)
         seen.append(compat.get_carveout())
     lockstep.sync()
-    given = multiprocessors_for(apart, shard.device) or None
+    given = min(most_spared(apart, shard.device.type), settings.current().nccl_multiprocessors) or None
     assert seen == [None, given, given, given, None]
     if lockstep.backend == "nccl" and torch.cuda.get_device_capability() >= (9, 0):
         assert given == settings.current().nccl_multiprocessors
