@@ -97,26 +97,37 @@ class RoutedExperts(nn.Module):
         return torch._grouped_mm(inner, self.down.transpose(-2, -1), offs=ends)
 
 
-class ExpertLayer(nn.Module):
-    """[T, D] -> [T, D]. The routes are those of all calls."""
+class ExpertBlock(nn.Module):
+    """[T, D] -> [T, D]: norm, routed experts and shared expert. Each token is computed by itself."""
 
-    def __init__(
-        self, sizes: ExpertSizes, own: int, routes: tuple[Tensor, Tensor], group: dist.ProcessGroup | None, has_shared: bool
-    ) -> None:
+    def __init__(self, sizes: ExpertSizes, own: int, group: dist.ProcessGroup | None, has_shared: bool) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(sizes.dim)
         self.experts = RoutedExperts(sizes, own, group)
         self.up = linear(sizes.dim, sizes.shared) if has_shared else None
         self.down = linear(sizes.shared, sizes.dim) if has_shared else None
+
+    def forward(self, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+        h = self.norm(x)
+        out = x + self.experts(h, chosen, scores)
+        return out if self.up is None or self.down is None else out + self.down(F.silu(self.up(h)))
+
+
+class ExpertLayer(nn.Module):
+    """A block whose routes are those of all calls, [T, D] -> [T, D]."""
+
+    def __init__(
+        self, sizes: ExpertSizes, own: int, routes: tuple[Tensor, Tensor], group: dist.ProcessGroup | None, has_shared: bool
+    ) -> None:
+        super().__init__()
+        self.block = ExpertBlock(sizes, own, group, has_shared)
         self.chosen: Tensor
         self.scores: Tensor
         self.register_buffer("chosen", routes[0])
         self.register_buffer("scores", routes[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        out = x + self.experts(h, self.chosen, self.scores)
-        return out if self.up is None or self.down is None else out + self.down(F.silu(self.up(h)))
+        return self.block(x, self.chosen, self.scores)  # type: ignore[no-any-return]
 
 
 class CheckpointedLayer(nn.Module):

@@ -58,7 +58,7 @@ def make(name: str, context: ExpertContext) -> ParallelVariant:
         with torch.device(world.device):
             layers.append(ExpertLayer(sizes, context.own, routes, group, context.has_shared))
         if group is not None:
-            ub_overlap.tokenwise(layers[-1].experts, arguments=3)  # for ours: other systems compute them whole
+            ub_overlap.tokenwise(layers[-1].block, arguments=3)  # for ours: other systems compute them whole
     modules = [CheckpointedLayer(layer) for layer in layers] if context.is_checkpointed else layers
     model: nn.Module = fresh_code(nn.Sequential(*modules)).to(world.device, torch.bfloat16)
     if name == SYMMETRIC:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
@@ -21,17 +21,19 @@ from ..cost.policy import Policy
 from ..cost.site_sizes import hints_of
 from ..graph.aten import aten
 from ..match.collectives import is_collective
+from ..match.window import Window
 from ..reports.outlook import outlook
 from ..windows.layout import GraphLayout
 from ..windows.node_times import NodeTimes
+from ..windows.placement import Placed
 from .decide import Decided
 
 UNKNOWN_US = 50.0
 """A collective without a prediction: the exchange of a few integers, which the host then reads. Assumed."""
 HOST_US = 10.0
-"""The host's time to issue one kernel from Python. Measured on hosts of H100s: 8 for a launch alone, 25 with torch's profiler."""
+"""The host's time to issue one kernel from Python. Measured with H100s: 8 for a launch alone, 25 with torch's profiler."""
 COLLECTIVE_HOST_US = 80.0
-"""The host's time to start a collective of c10d or of ours. Measured there: NCCL's part alone 60."""
+"""The host's time to start a collective of c10d or of ours. Measured there: a start 52, NCCL's part of it 46, a finish 35."""
 READ_US = 20.0
 """From the end of what the host reads to its first kernel behind it. Assumed."""
 KERNELS = {
@@ -74,7 +76,7 @@ def issue(nodes: Sequence[Node], layout: GraphLayout | None, times: NodeTimes, e
             if is_start:
                 idle_at[site] = clocks.idle
             else:
-                clocks.device += max(0.0, exposed.get(site, 0.0) - (clocks.idle - idle_at[site]))
+                clocks.receive(exposed.get(site, 0.0), idle_at[site])
         if node.target is torch.ops.ub_overlap.start_host_read.default:
             clocks.issue(3 * HOST_US)
             clocks.read_from = clocks.device
@@ -85,19 +87,21 @@ def issue(nodes: Sequence[Node], layout: GraphLayout | None, times: NodeTimes, e
         elif is_collective(node) and node not in split:
             clocks.issue(COLLECTIVE_HOST_US)
         elif us := times.us(node):
-            clocks.issue(HOST_US * KERNELS.get(node.target, 1))
+            clocks.issue(HOST_US * next((n for op, n in KERNELS.items() if op == node.target), 1))
             clocks.compute(us)
     return clocks.device
 
 
 @dataclass(slots=True)
 class _Clocks:
-    """`device`: when the device has ended what was issued so far. `host`: when the host has issued it. `idle`: of the device."""
+    """`device`: when it has ended what was issued so far. `host`: when it has issued that. `idle`: of the device, in all."""
 
     device: float = 0.0
     host: float = -math.inf
     idle: float = 0.0
-    read_from: float = field(default=0.0)
+    used: float = 0.0
+    """The part of `idle` in which collectives went on."""
+    read_from: float = 0.0
 
     def issue(self, us: float) -> None:
         self.host += us
@@ -107,14 +111,24 @@ class _Clocks:
         self.idle += waits
         self.device += waits + us
 
+    def receive(self, exposed: float, idle_before: float) -> None:
+        """Let the device wait for a collective. It has idled for `idle_before` in all when the collective started.
+
+        The collective went on in what it has idled since, unless another one did.
+        """
+        begin = max(idle_before, self.used)
+        meanwhile = min(exposed, self.idle - begin)
+        self.used = begin + meanwhile
+        self.device += exposed - meanwhile
+
     def read(self, ended: float) -> None:
         """Let the host wait for what the device had ended at `ended`."""
         self.host = max(self.host, ended + READ_US)
 
 
-def _in_order(entries: Mapping[str, tuple[object, object]]) -> list[tuple[int, int, str, bool]]:
+def _in_order(entries: Mapping[str, tuple[Window, Placed]]) -> list[tuple[int, int, str, bool]]:
     """Return (place, number, site, whether it is the start) of all starts and finishes, in the order of the plan."""
-    found = []
+    found = list[tuple[int, int, str, bool]]()
     for site, (_, placed) in entries.items():
         found.append((placed.start, placed.start_number, site, True))
         found.append((placed.finish, placed.finish_number, site, False))

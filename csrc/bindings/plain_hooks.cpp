@@ -1,4 +1,5 @@
-// What Python does for split collectives that c10d runs: waits on the CPU, and names failures (runtime/ops/plain_collective.py).
+// What Python does for split collectives that c10d runs: waits on the CPU, and names failures
+// (runtime/ops/plain_collective.py).
 #include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

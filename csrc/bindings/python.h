@@ -33,7 +33,8 @@ struct PythonHooks {
     // Makes the channels of a group, sized for a message of `bytes` bytes. Null where the group has no transport.
     std::function<std::shared_ptr<PointToPoint>(const std::string& group, const std::string& device, int64_t bytes)> connect;
     // Waits for a plain collective on the CPU. Raises the error of one that c10d could not launch or end, with its text.
-    std::function<void(const std::shared_ptr<HostWork>&, const std::string& op, const std::string& site, const std::string& group)>
+    std::function<void(const std::shared_ptr<HostWork>&, const std::string& op, const std::string& site,
+                       const std::string& group)>
         wait_on_host;
     std::function<void(const std::string& op, const std::string& site, const std::string& group, const std::string& device,
                        const std::string& text)>

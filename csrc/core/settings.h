@@ -18,7 +18,7 @@ struct Settings {
     std::atomic<bool> trace{false};
     std::atomic<bool> replay{true};
     std::atomic<int> nccl_multiprocessors{0};  // that matmuls leave to a split collective of NCCL
-    std::atomic<bool> nvtx{false};  // NVTX ranges around calls
+    std::atomic<bool> nvtx{false};             // NVTX ranges around calls
     // Called regularly by the thread of a waiting call; throws on Ctrl-C.
     std::atomic<void (*)()> check_signals{nullptr};
 };

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from . import bulk
 from .definition import OpDefinition
-from .start_args import StartArgs
 
 SCHEMA = (
     "finish_collective(Tensor token, Tensor input, str collective, str reduce_op, ScalarType out_dtype, int split_slot, "

@@ -1,6 +1,7 @@
 """Types of the extension module, which csrc/bindings/module.cpp defines."""
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 class Arena:
@@ -107,6 +108,24 @@ class ForwardUses:
     def can_reuse(self, reuse_forward: bool, in_capture: int = 0) -> bool: ...
     def record(self, reuse_forward: bool, in_capture: int = 0) -> None: ...
 
+class HostWork:
+    """A plain collective on the CPU between start and finish."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for its end. RuntimeError after the timeout, or where it failed."""
+
+    def is_completed(self) -> bool: ...
+
+class SparedMultiprocessors:
+    """Multiprocessors that matmuls leave to one collective."""
+
+    def begin(self, count: int) -> None: ...
+    def end(self) -> None: ...
+
+def install_plain(
+    wait_on_host: Callable[[HostWork, str, str, str], None], fail_plain: Callable[[str, str, str, str, str], None]
+) -> None: ...
+
 class Session:
     def __init__(
         self, group: str, device: str, rank: int, ranks: int, arena: Arena | None, transport: str, reason: str
@@ -125,6 +144,9 @@ class Session:
     def reason(self) -> str: ...
     @property
     def epoch(self) -> int: ...
+    def open_plain(self) -> list[int]:
+        """Return the split slots whose collective c10d runs now."""
+
     def set_channels(self, channels: PointToPoint) -> None: ...
     @property
     def failure_text(self) -> str:
@@ -191,6 +213,9 @@ def blas_version() -> int:
 
 def set_trace(on: bool, /) -> None:
     """Set whether the step times of each site's last call are kept."""
+
+def set_nccl_multiprocessors(count: int, /) -> None:
+    """Set how many multiprocessors matmuls leave to a split collective of NCCL."""
 
 def set_nvtx(on: bool, /) -> None:
     """Set whether calls are NVTX ranges, where torch has NVTX."""

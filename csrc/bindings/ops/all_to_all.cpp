@@ -2,8 +2,8 @@
 // size of its piece.
 #include <numeric>
 
-#include "bindings/ops/plain_split.h"
 #include "bindings/ops/ops.h"
+#include "bindings/ops/plain_split.h"
 #include "bindings/ops/run_op.h"
 
 namespace ub_overlap {

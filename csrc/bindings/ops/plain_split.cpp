@@ -50,7 +50,8 @@ void name_failures(const PlainSplit& split, const char* half, Body body) {
     } catch (const std::exception& error) {
         text = error.what();
     }
-    python_hooks().fail_plain(half + split.kind, split.site, split.group_name, c10::DeviceTypeName(split.device.type(), true), text);
+    python_hooks().fail_plain(half + split.kind, split.site, split.group_name, c10::DeviceTypeName(split.device.type(), true),
+                              text);
 }
 
 void wait_on_host(const PlainSplit& split, const c10::intrusive_ptr<c10d::Work>& work) {

@@ -182,9 +182,8 @@ std::vector<Tensor> finish_coalesced(const Tensor&, at::TensorList inputs, std::
     });
 }
 
-void finish_collective_into(const Tensor&, const Tensor& input, Tensor& out, std::string collective,
-                            std::string reduce_op, int64_t split_slot, std::string strategy, std::string group,
-                            std::string site) {
+void finish_collective_into(const Tensor&, const Tensor& input, Tensor& out, std::string collective, std::string reduce_op,
+                            int64_t split_slot, std::string strategy, std::string group, std::string site) {
     run_op(input.device(), [&] {
         const Site at{strategy, group, site};
         const at::ScalarType dtype = out.scalar_type();
