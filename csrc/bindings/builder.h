@@ -168,18 +168,19 @@ class Builder {
 
     // Finds or creates the session of the group.
     std::shared_ptr<Session> session() {
+        if (session_) return session_;
         const std::string device = c10::DeviceTypeName(device_.type(), true);
-        std::shared_ptr<Session> found = Registry::get().find(site_.group, device, group_.get());
-        if (found) return found;
+        session_ = Registry::get().find(site_.group, device, group_.get());
+        if (session_) return session_;
         if (!python_hooks().bind) {
             throw NamedError("UbOverlapError",
                              {{"what", "the runtime is not loaded"}, {"fix", "import ub_overlap.runtime.ops"}});
         }
-        found = python_hooks().bind(site_.group, device, call);
+        session_ = python_hooks().bind(site_.group, device, call);
         const c10::weak_intrusive_ptr<c10d::ProcessGroup> weak(group_);
-        Registry::get().put(found, group_.get(),
+        Registry::get().put(session_, group_.get(),
                             [weak, name = site_.group] { return !weak.expired() && is_registered(name, weak); });
-        return found;
+        return session_;
     }
 
     at::Device device() const { return device_; }
@@ -271,6 +272,7 @@ class Builder {
     GroupPtr group_;
     std::string shape_, own_;
     std::vector<Tensor> kept_;
+    std::shared_ptr<Session> session_;
 };
 
 }  // namespace ub_overlap

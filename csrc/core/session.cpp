@@ -322,9 +322,13 @@ void Session::free_slot(const Call& next) {
     const bool has_steps = can_continue(*slot, next);
     const std::unique_ptr<OpenCollective> open = std::move(slot);
     open->call.stream = next.stream;
-    if (!has_steps || ranks_ == 1) return;
-    const auto end = [&] { end_abandoned(*open); };
-    open->call.plain ? run_op_of(open->call, open->number, end) : run_split_op_of(open->call, open->number, end);
+    if (!has_steps) return;
+    if (open->call.plain) {
+        if (ranks_ > 1) run_op_of(open->call, open->number, [&] { hooks_.agree_on_abandoned(open->call); });
+        finish_plain(*open);
+    } else if (ranks_ > 1) {
+        run_split_op_of(open->call, open->number, [&] { end_abandoned(*open); });
+    }
 }
 
 // The peers may have finished the collective, and wait for this rank's part of it. So its steps run to their end; the results
@@ -333,10 +337,6 @@ void Session::end_abandoned(OpenCollective& open) {
     Call& call = open.call;
     Executor& executor = *open.executor;
     hooks_.agree_on_abandoned(call);
-    if (call.plain) {
-        finish_plain(open);
-        return;
-    }
     std::vector<std::shared_ptr<char>> results;
     const auto allocate_output = [&](Call& of) {
         results.push_back(hooks_.allocate(call, of.output_bytes()));
@@ -393,20 +393,22 @@ void Session::start(Call call, HeldTensors tensors, Executor& executor) {
 }
 
 void Session::finish(Call& call) {
-    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    std::unique_lock<std::recursive_mutex> lock(mutex_);
+    const OpenCollective* begun = open_[call.split_slot].get();
+    const bool fits = begun && !begun->is_finished && begun->call.tag == call.tag && begun->call.shape_text == call.shape_text;
+    // Also where the session is unusable: nothing else would end a collective that c10d runs.
+    std::unique_ptr<OpenCollective> open = fits && begun->call.plain ? std::move(open_[call.split_slot]) : nullptr;
     refuse_if_unusable(&call);
-    if (const OpenCollective* begun = open_[call.split_slot].get();
-        !begun || begun->is_finished || begun->call.tag != call.tag || begun->call.shape_text != call.shape_text) {
-        refuse_finish(call, begun);
-    }
-    std::unique_ptr<OpenCollective> open = std::move(open_[call.split_slot]);
-    Call& own = open->call;
-    if (own.plain) {
-        own.stream = call.stream;
-        call.plain = own.plain;
+    if (open) {
+        lock.unlock();  // other threads may run calls that the peers need before they finish this one
+        open->call.stream = call.stream;
+        call.plain = open->call.plain;
         finish_plain(*open);
         return;
     }
+    if (!fits) refuse_finish(call, begun);
+    open = std::move(open_[call.split_slot]);
+    Call& own = open->call;
     if (own.key.zero_copy) {
         own.put_output_in_landing();
         call.set_outputs(own);
@@ -427,7 +429,7 @@ void Session::finish(Call& call) {
     open_[call.split_slot] = std::move(open);
 }
 
-// A failure leaves the session as it was: ranks are in step, and c10d's own state decides what its next collective does.
+// A failure of c10d leaves the session as it was: ranks are in step, and c10d decides what its next collective does.
 void Session::start_plain(OpenCollective& next) {
     next.number = verify_only(next.call);
     try {
@@ -497,12 +499,16 @@ void Session::release(const Call& call) {
 }
 
 void Session::close() {
+    std::vector<std::unique_ptr<OpenCollective>> plain;  // freed last, without the lock: c10d may wait
     if (const std::shared_ptr<PointToPoint> channels = this->channels()) channels->close();
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     closed_ = true;
     set_channels(nullptr);
     if (arena_) arena_->quiesce();
-    for (auto& open : open_) open.reset();
+    for (auto& open : open_) {
+        if (open && open->call.plain) plain.push_back(std::move(open));
+        open.reset();
+    }
     hooks_ = {};
     std::shared_ptr<Arena> arena;  // released without the lock: that may take a second
     const std::lock_guard<std::mutex> abort_lock(abort_mutex_);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -23,7 +24,7 @@ from ub_overlap.runtime.session.host_layout import find_layout, hosts_of, size_o
 from . import rank_ops, rank_split
 from .oracle import data
 from .rank_failures import attempt, fresh
-from .rank_sessions import C, gather, reset
+from .rank_sessions import OPS, C, gather, reset
 from .rank_split import finish, start
 
 
@@ -117,7 +118,61 @@ def spares(rank: int, world: int) -> dict[str, Any]:
         C.close_destroyed_groups()
         del token
         found["group ended"].append(compat.get_carveout())
+        aborted: Any = dist.new_group(list(range(world)))
+        token = start(aborted.group_name, "all_gather", shard)
+        found["aborted"] = [compat.get_carveout()]
+        ub_overlap.abort(aborted.group_name, reason="enough")
+        error = attempt(lambda: finish(aborted.group_name, "all_gather", token, shard))["error"]
+        found["aborted"] += [error, compat.get_carveout(), len(opened(aborted.group_name))]
+        dist.barrier()
+        dist.destroy_process_group(aborted)
+        C.close_destroyed_groups()
     return found
+
+
+def others_go_on(rank: int, world: int) -> list[bool]:
+    """While one thread waits for a plain collective, another one runs a call that the peers need before they come to it.
+
+    Return whether both results are right, and whether a peer's error could be asked for meanwhile.
+    """
+    with reset():
+        settings.configure(step_timeout_s=20.0)
+        name, shard = fresh(world), data(4, 4, seed=rank)
+        truth = torch.cat([data(4, 4, seed=r) for r in range(world)])
+        gather(name, rank, world, 4)
+        token = start(name, "all_gather", shard, strategy="none") if rank == 0 else None
+        if rank > 0:
+            given = (shard, [], [], "all_gather", "sum", shard.dtype, "bulk", name, "/bulk")
+            bulk = OPS.bulk(*given)[0]
+            found = finish(name, "all_gather", start(name, "all_gather", shard, strategy="none"), shard, strategy="none")
+            return [torch.equal(bulk, truth), torch.equal(found, truth), True]
+        results: dict[str, torch.Tensor] = {}
+
+        def wait() -> None:
+            results["plain"] = finish(name, "all_gather", token, shard, strategy="none")
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.5)
+        session = find_session(name, "cpu")
+        assert session is not None
+        session.core.check()
+        waits = thread.is_alive()
+        results["bulk"] = OPS.bulk(shard, [], [], "all_gather", "sum", shard.dtype, "bulk", name, "/bulk")[0]
+        thread.join(30)
+        return [torch.equal(results["bulk"], truth), torch.equal(results["plain"], truth), waits]
+
+
+def share_a_slot(rank: int, world: int) -> list[str]:
+    """Return the errors of starts in a slot that a collective of the other kind has, and of the finish."""
+    name, shard = fresh(world), data(4, 4, seed=rank)
+    errors = []
+    for first, second in (("bulk", "none"), ("none", "bulk")):
+        token = start(name, "all_gather", shard, strategy=first)
+        errors.append(attempt(lambda second=second: start(name, "all_gather", shard, strategy=second))["error"])
+        out = finish(name, "all_gather", token, shard, strategy=first)
+        errors.append("" if torch.equal(out, torch.cat([data(4, 4, seed=r) for r in range(world)])) else "wrong")
+    return errors
 
 
 def dies_between(rank: int, world: int, step_s: float) -> dict[str, Any]:

@@ -26,6 +26,14 @@ def test_the_collective_runs_between(pools: dict[int, RankPool]) -> None:
         assert found == {"right": True, "open": [1, 0], "calls": 1, "transport": "c10d"}
 
 
+def test_other_threads_go_on_meanwhile(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(rank_hosts.others_go_on) == [[True, True, True]] * 2
+
+
+def test_a_slot_has_one_collective_of_either_kind(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(rank_hosts.share_a_slot) == [["OptionError", "", "OptionError", ""]] * 2
+
+
 def test_several_at_once(pools: dict[int, RankPool]) -> None:
     assert pools[2].run(rank_hosts.several_at_once) == [[]] * 2
 

@@ -72,6 +72,12 @@ def test_where_nccl_does_not_run() -> None:
 
 
 def test_collectives_of_ranks(pools: dict[int, RankPool]) -> None:
-    """Between start and finish, of collectives with elements; after an exception in between; after the group has ended."""
+    """Between start and finish, of collectives with elements; after an exception; after the group has ended or was aborted."""
     for found in pools[2].run(rank_hosts.spares):
-        assert found == {"open": [8, 8, None], "empty": None, "left": [8, None], "group ended": [8, None]}
+        assert found == {
+            "open": [8, 8, None],
+            "empty": None,
+            "left": [8, None],
+            "group ended": [8, None],
+            "aborted": [8, "GroupAbortedError", None, 0],
+        }

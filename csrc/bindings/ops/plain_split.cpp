@@ -12,6 +12,10 @@
 #include "cuda/device.h"
 #endif
 
+#if defined(__GNUC__)
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // torch 2.11 has no other names of three collectives
+#endif
+
 namespace ub_overlap {
 namespace {
 
@@ -19,11 +23,13 @@ namespace {
 struct PlainSplit final : PlainCollective {
     std::string kind, site, group_name;
     at::Device device = at::kCPU;
-    GroupPtr group;
-    int spared = 0;
+    GroupPtr group;  // until the launch: c10d frees a group when nothing holds it
+    int rank = 0, spared = 0;
     LaunchTransfers launch;
-    std::shared_ptr<SparedMultiprocessors> multiprocessors;
+    std::shared_ptr<SparedMultiprocessors> multiprocessors = std::make_shared<SparedMultiprocessors>();
     std::vector<PlainTransfer> transfers;
+
+    ~PlainSplit() override { multiprocessors->end(); }  // also without a finish
 };
 
 PlainSplit& split_of(const Call& call) {
@@ -38,6 +44,12 @@ void name_failures(const PlainSplit& split, const char* half, Body body) {
         body();
         return;
     } catch (const c10::OutOfMemoryError&) {
+        throw;
+    } catch (const c10::IndexError&) {
+        throw;
+    } catch (const c10::TypeError&) {
+        throw;
+    } catch (const c10::ValueError&) {
         throw;
     } catch (const python_error&) {
         throw;
@@ -89,12 +101,13 @@ class PlainExecutor final : public Executor {
     std::vector<StepTime> run(const Call&) override { return {}; }
     std::unique_ptr<OpenWork> start(const Call& call) override {
         PlainSplit& split = split_of(call);
+        const uint64_t capture = capture_of(call);
         name_failures(split, "start_", [&] { split.transfers = split.launch(*split.group); });
-        split.launch = {};
+        split.launch = {}, split.group.reset();
         bool is_running = false;
         for (const PlainTransfer& transfer : split.transfers) is_running |= static_cast<bool>(transfer.work);
         split.multiprocessors->begin(is_running ? split.spared : 0);
-        return std::make_unique<PlainWork>(call.plain, capture_of(call));
+        return std::make_unique<PlainWork>(call.plain, capture);
     }
     std::vector<StepTime> finish(OpenWork& work) override {
         PlainSplit& split = static_cast<PlainWork&>(work).split();
@@ -103,7 +116,7 @@ class PlainExecutor final : public Executor {
             wait_for(split, transfer);
             if (transfer.is_shard_of_sent) {
                 const int64_t rows = transfer.result.size(0);
-                transfer.result.copy_(transfer.sent.narrow(0, split.group->getRank() * rows, rows));
+                transfer.result.copy_(transfer.sent.narrow(0, split.rank * rows, rows));
             }
         }
         return {};
@@ -155,10 +168,9 @@ Tensor start_plain(Builder& b, const char* kind, const at::TensorOptions& option
     const auto session = b.session();
     const auto split = std::make_shared<PlainSplit>();
     split->kind = kind, split->site = b.call.site, split->group_name = session->group();
-    split->device = b.device(), split->group = b.group();
+    split->device = b.device(), split->group = b.group(), split->rank = b.call.rank;
     split->spared = session->spared_multiprocessors();
     split->launch = std::move(launch);
-    split->multiprocessors = std::make_shared<SparedMultiprocessors>();
     const Tensor token = make_token(options, split->multiprocessors);
     b.call.plain = split;
     b.call.key.zero_copy = false;
