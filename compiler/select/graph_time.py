@@ -33,7 +33,7 @@ UNKNOWN_US = 50.0
 HOST_US = 10.0
 """The host's time to issue one kernel from Python. Measured with H100s: 8 for a launch alone, 25 with torch's profiler."""
 COLLECTIVE_HOST_US = 80.0
-"""The host's time to start a collective of c10d or of ours. Measured there: a start 52, NCCL's part of it 46, a finish 35."""
+"""The host's time to start a collective of c10d or of ours. Measured there: 52 to 83, of which 46 are NCCL's."""
 READ_US = 20.0
 """From the end of what the host reads to its first kernel behind it. Assumed."""
 KERNELS = {
