@@ -217,7 +217,7 @@ def run_eager_and_compiled(
     routes = make_routes(tokens, 2 * world, sizes.top, routing, rank)
     layer = ExpertLayer(sizes, 2, routes, dist.group.WORLD, True).bfloat16()
     if halves:
-        ub_overlap.tokenwise(layer.experts, arguments=3)
+        ub_overlap.tokenwise(layer.block.experts, arguments=3)
     x = torch.randn(tokens, sizes.dim).bfloat16().requires_grad_()
     results = []
     with Recorded() as recorded:
