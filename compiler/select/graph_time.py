@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -36,7 +37,7 @@ COLLECTIVE_HOST_US = 80.0
 """The host's time to start a collective of c10d or of ours. Measured there: 52 to 83, of which 46 are NCCL's."""
 READ_US = 20.0
 """From the end of what the host reads to its first kernel behind it. Assumed."""
-KERNELS = {
+KERNELS: dict[Any, int] = {
     aten.sort.default: 22,
     aten.sort.stable: 22,
     aten.topk.default: 6,
@@ -87,7 +88,7 @@ def issue(nodes: Sequence[Node], layout: GraphLayout | None, times: NodeTimes, e
         elif is_collective(node) and node not in split:
             clocks.issue(COLLECTIVE_HOST_US)
         elif us := times.us(node):
-            clocks.issue(HOST_US * next((n for op, n in KERNELS.items() if op == node.target), 1))
+            clocks.issue(HOST_US * KERNELS.get(node.target, 1))
             clocks.compute(us)
     return clocks.device
 

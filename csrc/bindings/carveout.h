@@ -10,7 +10,7 @@
 
 namespace ub_overlap {
 
-// The share of one collective. Ends once, by `end` or with its last holder. Any thread may call it.
+// What matmuls leave for one collective, from `begin` until `end` or its destructor. Thread-safe.
 class SparedMultiprocessors {
   public:
     SparedMultiprocessors() = default;

@@ -98,11 +98,6 @@ FallbackCall& FallbackCall::integer(int64_t value) {
     return *this;
 }
 
-FallbackCall& FallbackCall::integers(at::IntArrayRef value) {
-    add(listed(value, [](int64_t number) { return checked(PyLong_FromLongLong(number)); }));
-    return *this;
-}
-
 FallbackCall& FallbackCall::real(double value) {
     add(PyFloat_FromDouble(value));
     return *this;

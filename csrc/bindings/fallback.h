@@ -23,7 +23,6 @@ class FallbackCall {
     FallbackCall& tensors(at::TensorList value);    // undefined ones: None
     FallbackCall& flags(const c10::List<bool>& value);
     FallbackCall& integer(int64_t value);
-    FallbackCall& integers(at::IntArrayRef value);
     FallbackCall& real(double value);
     FallbackCall& flag(bool value);
     FallbackCall& text(const std::string& value);

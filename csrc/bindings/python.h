@@ -32,10 +32,11 @@ struct PythonHooks {
     std::function<std::shared_ptr<Session>(const std::string& group, const std::string& device, const Call& call)> bind;
     // Makes the channels of a group, sized for a message of `bytes` bytes. Null where the group has no transport.
     std::function<std::shared_ptr<PointToPoint>(const std::string& group, const std::string& device, int64_t bytes)> connect;
-    // Waits for a plain collective on the CPU. Raises the error of one that c10d could not launch or end, with its text.
+    // Waits for a split collective that c10d runs on the CPU. Throws where it fails.
     std::function<void(const std::shared_ptr<HostWork>&, const std::string& op, const std::string& site,
                        const std::string& group)>
         wait_on_host;
+    // Throws the error of one that c10d failed to launch, or to end on a GPU. `text`: c10d's.
     std::function<void(const std::string& op, const std::string& site, const std::string& group, const std::string& device,
                        const std::string& text)>
         fail_plain;
