@@ -132,7 +132,8 @@ class Options:
     memory_budget: float | None = typed_field(
         None,
         "limit of the gathered tensors kept for backward; others are kept as shards and gathered again. Up to 1: a share of "
-        "their bytes, as torch's activation_memory_budget; above 1: bytes per rank; 0: shards only; None: no limit",
+        "their bytes, as torch's activation_memory_budget; above 1: bytes per rank; 0: shards only; None: no limit. Gathers "
+        "that no matmul reads (weights of norms) do not count",
         optional(number("a share from 0 to 1, or bytes (above 1)", lambda value: value >= 0)),
         "`None`, share, bytes",
     )

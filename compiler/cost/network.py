@@ -20,7 +20,7 @@ from .curve import Curve, at
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The links between hosts, and what a collective there costs the matmuls that run meanwhile."""
+    """The links between hosts, and what a collective there and the matmuls that run meanwhile cost each other."""
 
     source: str
     """Where the numbers come from: measured, or assumed."""
@@ -33,6 +33,8 @@ class Network:
     """From one host to the next."""
     matmul_slowdown: float
     """Slowdown of a matmul during a collective, which takes compute units: 0.2 is 20% more time while it lasts."""
+    transfer_slowdown: float = 0.0
+    """Slowdown of a collective during matmuls that leave compute units to it."""
     collectives: Mapping[str, Mapping[tuple[int, int], Curve]] = field(default_factory=dict)
     """Measured curves by collective and (ranks, hosts), by bytes that a rank sends."""
 
@@ -65,6 +67,7 @@ def plain_network(network: Network) -> dict[str, Any]:
         "step_us": network.step_us,
         "hop_us": network.hop_us,
         "matmul_slowdown": network.matmul_slowdown,
+        "transfer_slowdown": network.transfer_slowdown,
         "collectives": {
             kind: {f"{ranks}x{hosts}": [[float(size), float(us)] for size, us in c] for (ranks, hosts), c in curves.items()}
             for kind, curves in network.collectives.items()

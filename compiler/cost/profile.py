@@ -359,6 +359,8 @@ class _Reader:
                 found.setdefault(kind, {})[int(ranks), int(hosts)] = curve
         rates = {"gbs": self.number(part, "network.gbs", 1e-3)}
         rates |= {n: self.number(part, f"network.{n}") for n in ("base_us", "step_us", "hop_us", "matmul_slowdown")}
+        if "transfer_slowdown" in part:  # not in profiles written before 2026-11-28
+            rates["transfer_slowdown"] = self.number(part, "network.transfer_slowdown")
         return Network(source=source, collectives=found, **rates)
 
     def attention(self) -> AttentionRates | None:

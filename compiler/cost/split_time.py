@@ -60,8 +60,9 @@ def split_times(shape: SiteShape, chunks: int, profile: Profile, zero_copy: bool
     """Predict the ops of a collective without matmuls. `zero_copy`: of a gather."""
     steps, plain, assumed = profile.steps, collective_us(shape, profile), why_assumed(shape, profile)
     if shape.hosts > 1:
-        slowdown = profile.network.matmul_slowdown if profile.network else profile.matmul_slowdown
-        return SplitTimes(plain + steps.gap_us, steps.begin_us, plain, steps.wait_us, slowdown, 0.0, assumed=assumed)
+        network = profile.network
+        slowdowns = (network.matmul_slowdown, network.transfer_slowdown) if network else (profile.matmul_slowdown, 0.0)
+        return SplitTimes(plain + steps.gap_us, steps.begin_us, plain, steps.wait_us, *slowdowns, assumed=assumed)
     if shape.collective == "all_to_all":
         pushes_us, finish_us = all_to_all_us(shape, profile)
         slowdowns = profile.matmul_slowdown, profile.push_slowdown

@@ -71,7 +71,9 @@ class Collective:
 _GROUP_ARGS = ("group_name", "pg_name", "process_group", "group")
 """Names of the argument that is a group, in the schemas of torch and of others."""
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem")
-"""Libraries of torch whose ops with a group or a tag communicate."""
+"""Libraries of torch whose ops with one of `_PEER_ARGS`, or with symmetric memory, communicate."""
+_PEER_ARGS = ("tag", "peer", "signal")
+"""Names of arguments of ops that send to, or wait for, one rank and take no group."""
 
 
 def is_collective(node: Node) -> bool:
@@ -83,9 +85,11 @@ def is_collective(node: Node) -> bool:
 def _communicates(op: Any) -> bool:
     if op.namespace == "ub_overlap" or "wait_tensor" in op._schema.name:
         return False
-    return _group_position(op) is not None or (
-        op.namespace in _NAMESPACES and any(a.name == "tag" for a in op._schema.arguments)
-    )
+    return _group_position(op) is not None or (op.namespace in _NAMESPACES and any(map(_is_of_peer, op._schema.arguments)))
+
+
+def _is_of_peer(argument: Any) -> bool:
+    return argument.name in _PEER_ARGS or "SymmetricMemory" in str(argument.type)
 
 
 @cache

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -18,6 +17,7 @@ from torch.fx import Graph, Node
 from ub_overlap.runtime.site_id import SiteId
 
 from ..cost.assumed_sizes import assume_sizes
+from ..cost.host_time import COLLECTIVE_HOST_US, HOST_US, host_us
 from ..cost.policy import Policy
 from ..cost.site_sizes import hints_of
 from ..graph.aten import aten
@@ -31,20 +31,8 @@ from .decide import Decided
 
 UNKNOWN_US = 50.0
 """A collective without a prediction: the exchange of a few integers, which the host then reads. Assumed."""
-HOST_US = 10.0
-"""The host's time to issue one kernel from Python. Measured with H100s: 8 for a launch alone, 25 with torch's profiler."""
-COLLECTIVE_HOST_US = 80.0
-"""The host's time to start a collective of c10d or of ours. Measured there: 52 to 83, of which 46 are NCCL's."""
 READ_US = 20.0
 """From the end of what the host reads to its first kernel behind it. Assumed."""
-KERNELS: dict[Any, int] = {
-    aten.sort.default: 22,
-    aten.sort.stable: 22,
-    aten.topk.default: 6,
-    aten.repeat_interleave.Tensor: 6,
-    aten.cumsum.default: 3,
-}
-"""Kernels of ops that have several. Counted in traces of torch 2.11."""
 
 
 def graph_us(graph: Graph, decided: Decided, policy: Policy, device: str) -> float:
@@ -88,7 +76,7 @@ def issue(nodes: Sequence[Node], layout: GraphLayout | None, times: NodeTimes, e
         elif is_collective(node) and node not in split:
             clocks.issue(COLLECTIVE_HOST_US)
         elif us := times.us(node):
-            clocks.issue(HOST_US * KERNELS.get(node.target, 1))
+            clocks.issue(host_us(node.target))
             clocks.compute(us)
     return clocks.device
 

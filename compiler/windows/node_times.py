@@ -5,6 +5,7 @@
     groups of matmuls   the cost model's, also for batches (cost/grouped_time.py)
     ops with a formula  operations of torch's flop counter (convolutions) at a share of the matmul rate
     other ops           bytes read and written at the rate of memory; nothing for views and for what is fused into its readers
+    ops of many kernels a short time more for each of them
     around collectives  nothing: casts, pads and sums next to one may differ between ranks, and the clock must not
 
 Only the sum over some milliseconds matters: a start or a finish moves by a few nodes where a time is wrong.
@@ -21,6 +22,7 @@ from torch.fx import Graph, Node
 
 from ..cost.attention_time import attention_us
 from ..cost.grouped_time import grouped_us
+from ..cost.host_time import kernels_of
 from ..cost.matmul_time import matmul_us
 from ..cost.profile import Profile
 from ..cost.site_shape import SIZES
@@ -38,6 +40,9 @@ from ..select.peak_memory import bytes_of, is_fused
 
 EFFICIENCY = 0.6
 """The share of the matmul rate that ops with a formula reach. Assumed."""
+
+SHORT_US = 5.0
+"""The time of a short kernel of an op that has several, with the gap in front of it. Measured with sorts of 12288 integers."""
 
 
 def _is_causal(node: Node) -> bool:
@@ -149,7 +154,8 @@ class NodeTimes:
     def _moved_us(self, node: Node) -> float:
         sources = {storage_node(i) for i in self._read(node)}
         moved = bytes_of(node, self.hints) + sum(bytes_of(s, self.hints) for s in sources)
-        return moved / (self.profile.compute.memory_gbs * 1e3) + (self.profile.compute.launch_us if moved else 0.0)
+        us = moved / (self.profile.compute.memory_gbs * 1e3) + (self.profile.compute.launch_us if moved else 0.0)
+        return us + SHORT_US * (kernels_of(node.target) - 1)
 
     def _read(self, node: Node) -> list[Node]:
         """Return what the kernel of `node` reads: through nodes that it computes itself."""

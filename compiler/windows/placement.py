@@ -344,12 +344,14 @@ class _Sweep:
     def finish_all(self, keys: list[int], position: int) -> None:
         for k in sorted(keys, key=lambda k: self.open[k].number):
             t, o = self.transfers[k], self.open.pop(k)
+            slow = 1 + t.transfer_slowdown
             exposed = max(0.0, o.end_us - self.now)
+            exposed -= min(exposed, slow * t.transfer_us) * (1 - 1 / slow)  # no matmul slows the part that is waited for
             self.now += exposed + t.finish_us
             self.held -= t.held_bytes
             self.large_bytes -= t.held_bytes if k in self.limits.large else 0
             self.left[t.group, o.slot] = self.now
-            slowed = t.matmul_slowdown * t.transfer_us
+            slowed = t.matmul_slowdown * max(0.0, t.transfer_us - exposed)
             saved = t.plain_us - t.start_us - t.finish_us - t.release_us - exposed - slowed
             finish = position, self.next_number()
             self.placed[k] = Placed(o.start, o.number, *finish, o.slot, exposed, saved, delays_us=o.delays_us)

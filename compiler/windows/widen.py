@@ -31,6 +31,7 @@ from torch.fx import Graph, Node
 from ub_overlap import _torch_compat as compat
 
 from ..cost.assumed_sizes import assume_sizes
+from ..cost.host_time import host_us
 from ..cost.policy import Policy
 from ..cost.site_sizes import Hints, hints_of, shape_of_site
 from ..cost.split_time import split_times
@@ -49,9 +50,6 @@ from .placement import SLACK, SLACK_US
 
 REACH = 400
 """Nodes examined on each side of a window: those of a few layers. Keeps the pass linear in the depth of the model."""
-LAUNCHES = 4
-"""Where the host reads numbers for an exchange, it has issued nothing behind it. A kernel that is no longer than so many
-launches is then not advanced into the window: the host needs longer for it, and comes later to what is behind the window."""
 TRIES = 4
 """Orders that are tried at most, each with fewer windows, until one is within the memory limit."""
 
@@ -79,10 +77,9 @@ def widen_windows(graph: Graph, policy: Policy, parameters: Collection[Node] | N
     position = {n: i for i, n in enumerate(graph.nodes)}
     untimed = next_to_collectives(graph, [(other, match_collective(other, position)) for other in find_collectives(graph)])
     times = NodeTimes.of(graph, policy.profile(c.ranks, _device(c)), hints, untimed, only_compute=differs)
-    short_us = LAUNCHES * times.profile.compute.launch_us
     before, limit, fixed = list(graph.nodes), PeakMemory.of(graph, hints).limit, set[Node]()
     for _ in range(TRIES):
-        order = _Order(list(before), times.us, gathers, reductions, short_us, fixed)
+        order = _Order(list(before), times.us, gathers, reductions, fixed)
         for n in narrow:
             order.widen(n)
         if not order.moved_for:
@@ -197,9 +194,6 @@ class _Order:
     """Collectives, and their waits, that may be advanced."""
     reductions: Collection[Node] = ()
     """Those that may be delayed."""
-    short_us: float = 0.0
-    """What takes no longer is not advanced for its own sake into the window of an exchange for which the host reads numbers,
-    unless it is a matmul or attention."""
     fixed: Collection[Node] = ()
     """Collectives into whose windows nothing moves. What is in them is not taken from them."""
     moved_for: dict[Node, list[Node]] = field(default_factory=dict)
@@ -263,7 +257,7 @@ class _Order:
     def _find_advanced(self, position: dict[Node, int], first: int, window: Window, missing_us: float) -> list[Node]:
         """Return nodes behind the first reader, at position `first`, that may run in front of it, in order."""
         results = {window.collective.wait, *window.trail}
-        least_us = self.short_us if host_reads(window.collective) else 0.0
+        by_host = bool(host_reads(window.collective))
         advanced: set[Node] = set()
         for node in self.items[first : first + REACH]:
             if missing_us <= 0 or is_barrier(node):
@@ -271,16 +265,20 @@ class _Order:
             inputs, can_move = node.all_input_nodes, may_move(node) or node in self.gathers
             if can_move and all(i in advanced or (position[i] < first and i not in results) for i in inputs):
                 advanced.add(node)
-                missing_us -= self._clock[node] if self._fills(node, least_us) else 0.0
-        return self._worthwhile(self._with_time(advanced, least_us), position)
+                missing_us -= self._clock[node] if self._fills(node, by_host) else 0.0
+        return self._worthwhile(self._with_time(advanced, by_host), position)
 
-    def _fills(self, node: Node, least_us: float) -> bool:
-        """Return whether `node` is advanced for its own sake."""
-        return self._clock[node] > (0.0 if is_compute(node) else least_us)
+    def _fills(self, node: Node, by_host: bool) -> bool:
+        """Return whether `node` is advanced for its own sake. `by_host`: the host reads numbers for the exchange.
 
-    def _with_time(self, nodes: set[Node], least_us: float) -> set[Node]:
+        Behind such an exchange the host has issued nothing yet. So what takes the host longer than the device stays in its
+        place: the host would come later to what is behind the window.
+        """
+        return self._clock[node] > (host_us(node.target) if by_host and not is_compute(node) else 0.0)
+
+    def _with_time(self, nodes: set[Node], by_host: bool) -> set[Node]:
         """Return those of `nodes` that take time, and what feeds them. Gathers for later readers stay where they are."""
-        kept, todo = set[Node](), [n for n in nodes if self._fills(n, least_us)]
+        kept, todo = set[Node](), [n for n in nodes if self._fills(n, by_host)]
         while todo:
             node = todo.pop()
             if node not in kept:

@@ -26,13 +26,17 @@ COMMUNICATE = (
     "_dtensor::shard_dim_alltoall",
     "c10d::recv_",
     "c10d_functional::all_reduce",
+    "symm_mem::_barrier",
     "symm_mem::fused_all_gather_matmul",
+    "symm_mem::nccl_wait_for_signal",
+    "symm_mem::nvshmem_put",
     "symm_mem::one_shot_all_reduce",
 )
 DO_NOT = (
     "_c10d_functional::wait_tensor",
     "aten::mm",
     "aten::native_group_norm",  # its `group` is a number
+    "symm_mem::memset32_",  # of the rank's own memory
     "ub_overlap::all_gather_matmul",  # a site already
 )
 

@@ -52,6 +52,8 @@ def test_halves() -> None:
     assert times.transfer_us == times.plain_us == pytest.approx(10 + 2 + 100 + 0.75 * 4 * (1 << 20) / 2000)  # sent in fp32
     assert times.shortest_us == 0 and times.slowed_us == 0.25 * times.transfer_us and times.transfer_slowdown == 0
     assert candidates(replace(shape, matmuls=((8, 8, 8, False),)), profile) == [NONE]
+    slowed = split_times(shape, 0, replace(PLAIN, network=replace(NETWORK, transfer_slowdown=0.5)))
+    assert slowed == replace(times, transfer_slowdown=0.5, assumed=slowed.assumed), "matmuls slow it down, and nothing else"
 
 
 def test_hierarchical_halves_by_hand() -> None:

@@ -40,7 +40,7 @@ NETWORK = {"source": "made up", "gbs": 1.0, "base_us": 1.0, "step_us": 1.0, "hop
 
 
 def test_round_trip() -> None:
-    measured = Network("made up", 1.0, 1.0, 1.0, 1.0, 0.0, {"all_gather": {(4, 2): ((1.0, 1.0),)}})
+    measured = Network("made up", 1.0, 1.0, 1.0, 1.0, 0.0, 0.1, {"all_gather": {(4, 2): ((1.0, 1.0),)}})
     for profile in (
         PLAIN,
         replace(PLAIN, network=measured),
@@ -52,6 +52,13 @@ def test_round_trip() -> None:
         again = Profile.from_json(profile.to_json(), "here")
         assert again == profile and hash(again) == hash(profile)
         assert again.digest == profile.digest and again.to_json() == profile.to_json()
+
+
+def test_a_network_of_an_older_file() -> None:
+    """Profiles written before 2026-11-28 have no slowdown of transfers."""
+    found = json.loads(PLAIN.to_json())
+    network = Profile.from_json(json.dumps({**found, "network": NETWORK}), "here").network
+    assert "transfer_slowdown" not in NETWORK and network is not None and network.transfer_slowdown == 0
 
 
 def test_shipped_profiles_say_where_they_come_from() -> None:
@@ -109,6 +116,7 @@ def put(field: str, value: Any) -> Callable[[Json], None]:
         (put("matmuls", [["tt", "bfloat16", 1, 2, 3, 4]]), "matmuls[0]", "'tt'", "nt/nn/tn"),
         (put("network", {}), "network.source", "None", "a text"),
         (put("network", {**NETWORK, "gbs": 0}), "network.gbs", "0", "at least 0.001"),
+        (put("network", {**NETWORK, "transfer_slowdown": -1}), "network.transfer_slowdown", "-1", "a number of at least"),
         (
             put("network", {**NETWORK, "collectives": {"all_gather": {"2": [[1, 1]]}}}),
             "network.collectives.all_gather",

@@ -1,4 +1,4 @@
-"""Measure the network: plain collectives of ranks on several hosts, and what they cost a matmul that runs meanwhile.
+"""Measure the network: plain collectives of ranks on several hosts, and what they and concurrent matmuls cost each other.
 
 Everything else is measured within one host, so it is taken from a profile of such ranks.
 """
@@ -14,9 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.cost.curve import Curve
 from ub_overlap.compiler.cost.network import Network, network_us, plain_network
-from ub_overlap.compiler.cost.profile import Profile, rising
+from ub_overlap.compiler.cost.profile import COLLECTIVES, Profile, rising
+from ub_overlap.runtime import settings
+from ub_overlap.runtime.session.spared_multiprocessors import most_spared
 
 from . import traffic
 from .world import Burst, CalibrationWorld, ProgressLine
@@ -25,23 +28,31 @@ from .world import Burst, CalibrationWorld, ProgressLine
 def run(world: CalibrationWorld, base: Profile, hosts: int, quick: bool, source: str) -> Profile:
     """Return `base` with a measured network. Collective; equal on all ranks. `source`: the command, recorded in the profile."""
     assert base.network is not None
-    progress = ProgressLine(world, (80 if world.cuda else 32) // (2 if quick else 1) + (20 if world.cuda else 0))
+    timed = 2 * len(COLLECTIVES) * len(traffic.collective_sizes(world, quick))
+    progress = ProgressLine(world, timed + (40 if world.cuda else 0))
     burst = Burst(world)
     burst.settle(0.2)
     with torch.no_grad():
         measured = world.probe("collectives", lambda: traffic.collectives(world, burst, progress, quick)) or {}
-        slowdown = None
+        slowdowns: dict[str, Any] = {}
         if world.cuda:
-            slowdown = world.probe("a matmul concurrent with a collective", lambda: _matmul_slowdown(world, burst, progress))
+            slowdowns = {
+                "matmul_slowdown": world.probe(
+                    "a matmul concurrent with a collective", lambda: _matmul_slowdown(world, burst, progress)
+                ),
+                "transfer_slowdown": world.probe(
+                    "a collective concurrent with matmuls", lambda: _transfer_slowdown(world, burst, progress)
+                ),
+            }
     progress.close()
     if not measured:
         return base
     curves = {kind: rising((float(size), float(f"{us:.5g}")) for size, us in points) for kind, points in measured.items()}
     network = fit_network(base.network, base.push, curves, world.ranks, hosts)
-    if slowdown is not None:
-        network = replace(network, matmul_slowdown=slowdown)
+    known = {name: slowdown for name, slowdown in slowdowns.items() if slowdown is not None}
+    network = replace(network, **known)
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    assumed = "" if slowdown is not None else "; slowdown of matmuls not measured"
+    assumed = "" if len(known) == 2 else "; not all slowdowns measured"
     return replace(base, network=replace(network, source=f"measured {when} on {hosts} hosts: {source}{assumed}"))
 
 
@@ -79,12 +90,33 @@ def _matmul_slowdown(world: CalibrationWorld, burst: Burst, progress: ProgressLi
     return traffic.concurrent_slowdown(world, burst, gather, side, lambda: None, progress)[0]
 
 
+def _transfer_slowdown(world: CalibrationWorld, burst: Burst, progress: ProgressLine) -> float:
+    """Return the slow-down of all_to_alls concurrent with matmuls of experts, which leave multiprocessors to NCCL."""
+    group: Any = dist.group.WORLD
+    experts, each, width, inner = 8, 1024, 4096, 2048
+    rows = torch.randn(experts * each, width, device=world.device).to(torch.bfloat16)
+    weights = torch.randn(experts, width, inner, device=world.device).to(torch.bfloat16)
+    ends = torch.arange(each, experts * each + 1, each, device=world.device, dtype=torch.int32)
+    sent = torch.ones(64 * traffic.MIB // 2, device=world.device, dtype=torch.bfloat16)
+    received = torch.ones_like(sent)
+    side = torch.cuda.Stream(priority=-1)
+    exchange: Any = lambda: dist.all_to_all_single(received, sent)  # noqa: E731  on the side stream, as it is then current
+    matmul: Any = lambda: torch._grouped_mm(rows, weights, offs=ends)  # noqa: E731
+    before = compat.get_carveout()
+    spared = min(settings.current().nccl_multiprocessors, most_spared(str(group.group_name), "cuda"))
+    compat.set_carveout(spared or before)
+    try:
+        return traffic.concurrent_slowdown(world, burst, exchange, side, lambda: None, progress, matmul)[1]
+    finally:
+        compat.set_carveout(before)
+
+
 def summarize(network: Network) -> str:
     """Return the measurement in a few lines."""
     lines = [
         f"  network: {network.gbs:.4g} GB/s a rank to other hosts; latencies {network.base_us:.3g} us, "
         f"{network.step_us:.3g} us for each rank, {network.hop_us:.3g} us for each host; a concurrent matmul takes "
-        f"{network.matmul_slowdown:.0%} longer"
+        f"{network.matmul_slowdown:.0%} longer, a collective concurrent with matmuls {network.transfer_slowdown:.0%}"
     ]
     for kind, curves in plain_network(network)["collectives"].items():
         lines += [

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ub_overlap.compiler.cost.profile import Profile
+from ub_overlap.compiler.cost.profile import COLLECTIVES, Profile
 from ub_overlap.runtime import machine
 
 from . import attention, direct_stores, few_tokens, kernels, matmuls, traffic
@@ -50,7 +50,8 @@ def run(world: CalibrationWorld, base: dict[str, Any], quick: bool = False, sour
         + 2 * len(direct_stores.shapes(world.cuda, quick))
         + 2 * few_tokens.points(world.cuda, quick)
         + attention.POINTS
-        + (140 if world.cuda else 68) // (2 if quick else 1)
+        + 2 * len(COLLECTIVES) * len(traffic.collective_sizes(world, quick))
+        + (60 if world.cuda else 36) // (2 if quick else 1)
     )
     progress = ProgressLine(world, total)
     peers: traffic.PeerTraffic | None = None

@@ -19,6 +19,8 @@ MIB = 1 << 20
 PUSHES = tuple(int(x * MIB) for x in (0.0625, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256))
 COLLECTIVE_SIZES = tuple(int(x * MIB) for x in (0.25, 1, 2, 4, 8, 16, 32, 64, 128, 256))
 """Bytes that a rank sends; twice as many in an all_reduce."""
+FEW_COLLECTIVE_SIZES = tuple(int(x * MIB) for x in (0.25, 2, 8, 32, 64, 128))
+"""Of a quick calibration. NCCL uses more channels from some size on, so large ones are not taken from their neighbors."""
 CPU_COLLECTIVE_SIZES = (4096, 65536, MIB, 4 * MIB)
 
 
@@ -79,6 +81,13 @@ def flag(world: World, burst: Burst, peers: PeerTraffic) -> float:
     return world.worst([max(0.5, statistics.median(with_flag) - statistics.median(without))])[0]
 
 
+def large_matmul(world: World) -> Callable[[], Any]:
+    """Return a call of a matmul of 8192 rows and columns."""
+    left, right = (torch.randn(8192, 8192, device=world.device).to(torch.bfloat16) for _ in range(2))
+    out = torch.empty(8192, 8192, device=world.device, dtype=torch.bfloat16)
+    return lambda: torch.mm(left, right, out=out)
+
+
 def concurrent_slowdown(
     world: World,
     burst: Burst,
@@ -86,13 +95,14 @@ def concurrent_slowdown(
     side: torch.cuda.Stream,
     together: Callable[[], Any],
     progress: ProgressLine,
+    matmul: Callable[[], Any] | None = None,
 ) -> tuple[float, float]:
     """Return (slow-down of a matmul concurrent with traffic, slow-down of traffic concurrent with matmuls), 0.03 for 3%.
 
     Isolated and concurrent runs alternate. `send`: enqueues traffic, on the stream `side`. `together`: enqueues a barrier.
+    `matmul`: enqueues a matmul; None: a large one.
     """
-    left, right = (torch.randn(8192, 8192, device=world.device).to(torch.bfloat16) for _ in range(2))
-    out = torch.empty(8192, 8192, device=world.device, dtype=torch.bfloat16)
+    matmul = matmul or large_matmul(world)
     begin, done, sent = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     current = torch.cuda.current_stream()
 
@@ -102,7 +112,7 @@ def concurrent_slowdown(
         begin.record()
         side.wait_event(begin)
         for _ in range(products):
-            torch.mm(left, right, out=out)
+            matmul()
         done.record()
         with torch.cuda.stream(side):
             for _ in range(sends):
@@ -130,10 +140,17 @@ def concurrent_slowdown(
     return max(0.0, matmul), max(0.0, push_slowdown)
 
 
+def collective_sizes(world: World, quick: bool) -> tuple[int, ...]:
+    """Return the bytes that a rank sends in the collectives that are timed."""
+    if not world.cuda:
+        return CPU_COLLECTIVE_SIZES[:: 2 if quick else 1]
+    return FEW_COLLECTIVE_SIZES if quick else COLLECTIVE_SIZES
+
+
 def collectives(world: World, burst: Burst, progress: ProgressLine, quick: bool) -> dict[str, list[list[float]]]:
     """Return curves of the plain collectives by bytes that a rank sends. An all_to_all has equal pieces."""
     dtype = torch.bfloat16 if world.cuda else torch.float32
-    sizes = (COLLECTIVE_SIZES if world.cuda else CPU_COLLECTIVE_SIZES)[:: 2 if quick else 1]
+    sizes = collective_sizes(world, quick)
     item, ranks = torch.empty(0, dtype=dtype).element_size(), world.ranks
     curves: dict[str, list[list[float]]] = {}
     for kind in COLLECTIVES:
