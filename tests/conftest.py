@@ -21,7 +21,7 @@ import pytest
 from hypothesis import settings
 
 import tests.harness.shared_memory  # noqa: F401  (tags the segments of this process and of all that it starts)
-from tests.harness.fixtures import hf2, pool2, pool3, pool4  # noqa: F401  (fixtures, found by name)
+from tests.harness.fixtures import hf2, hf4, pool2, pool3, pool4  # noqa: F401  (fixtures, found by name)
 from tests.harness.workers import pytest_xdist_make_scheduler  # noqa: F401  (a hook, found by name)
 
 # Tests store reports in a separate folder, which ranks and subprocesses inherit. The ranks of torchrun share one folder.

@@ -399,3 +399,11 @@ def test_blocks_of_transformers(hf2: RankPool, kind: str, routing: str) -> None:
     for worst, found in hf2.run("tests.models.hf_moe:compare_block", kind, SPLIT, routing):
         assert worst < 1e-5
         assert [strategy for *_, strategy in found] == ["none", "split", "split", "split", "split"], found
+
+
+@pytest.mark.parametrize(("kind", "routing"), [("mixtral", "absent"), ("deepseek_v3", "random")])
+def test_blocks_of_transformers_on_four_ranks(hf4: RankPool, kind: str, routing: str) -> None:
+    """Each rank has one expert."""
+    for worst, found in hf4.run("tests.models.hf_moe:compare_block", kind, SPLIT, routing):
+        assert worst < 1e-5
+        assert [strategy for *_, strategy in found] == ["none", "split", "split", "split", "split"], found

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.context_parallel.machine import slow_profile
 from tests.harness.ranks import RankPool
 from tests.models.compare import Comparison
 from tests.models.sharded_llama import PARAMETERS
@@ -94,6 +95,19 @@ def test_torchtitan(titan4: RankPool, variant: dict[str, Any], expected: dict[st
     outcome = check(titan4, {"source": "torchtitan", **variant}, SPLIT)
     assert counts(outcome) == expected, counts(outcome)
     assert {d["strategy"] for d in outcome.decisions} == {"split"}
+
+
+def test_torchtitan_on_two_ranks() -> None:
+    """SimpleFSDP's own code, with everything split and by predicted times, which on a slow machine leave nothing plain."""
+    skip_without_torchtitan()
+    weighed = {"inner": "aot_eager", "profile": slow_profile(), "min_bytes": 0}
+    expected = {"forward all_gather": PARAMETERS, "backward reduce_scatter": PARAMETERS}
+    with RankPool(2) as pool:
+        split, chosen = (check(pool, {"source": "torchtitan", "mixed": True}, options) for options in (SPLIT, weighed))
+    assert counts(split) == expected and {d["strategy"] for d in split.decisions} == {"split"}
+    assert counts(chosen) == expected
+    strategies = Counter(d["strategy"].partition(":")[0] for d in chosen.decisions)
+    assert strategies.keys() <= {"split", "pipelined", "bulk"} and strategies["split"] > PARAMETERS, strategies
 
 
 def test_graph_trainer(titan4: RankPool) -> None:

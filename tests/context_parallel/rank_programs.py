@@ -26,19 +26,20 @@ POSITIONS = 32
 
 
 def compare_with_tensor_parallelism(
-    rank: int, world: int, form: str, options: dict[str, Any], load_balance: bool, causal: bool
+    rank: int, world: int, form: str, options: dict[str, Any], load_balance: bool, causal: bool, device: str = "cpu"
 ) -> tuple[float, list[Plan]]:
     """Return the largest difference from training on the whole sequence on one rank, and the plans of this rank.
 
     Two ranks share a sequence, and two the heads of each layer. The ring has one gather.
     """
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("cp", "tp"))
-    sequence = torch.randn(BATCH, POSITIONS * world // 2, WIDTH, generator=torch.Generator().manual_seed(5))
-    whole, model = Net("whole", causal), Net(form, causal, mesh=mesh)
+    mesh = init_device_mesh(device, (world // 2, 2), mesh_dim_names=("cp", "tp"))
+    positions = (POSITIONS if device == "cpu" else 2 * POSITIONS) * world // 2  # as POSITIONS of rank_attention
+    sequence = torch.randn(BATCH, positions, WIDTH, generator=torch.Generator().manual_seed(5)).to(device)
+    whole, model = Net("whole", causal).to(device), Net(form, causal, mesh=mesh).to(device)
     expected = train(whole, whole, sequence)
     mark = HISTORY.mark()
     with uncached(), ring_attention(load_balance=load_balance) if form == "ring" else contextlib.nullcontext():
-        balancer = _HeadTailLoadBalancer(sequence.shape[1], world // 2, "cpu") if load_balance else None
+        balancer = _HeadTailLoadBalancer(sequence.shape[1], world // 2, device) if load_balance else None
         parts = cp._context_parallel_shard(mesh["cp"], [sequence, *expected[:2]], [1] * 3, balancer)
         own = [_tensor(t).chunk(2, 1)[mesh.get_local_rank("tp")].contiguous() for t in parts]
         found = train(torch.compile(model, backend="ub_overlap", options=options, fullgraph=True), model, own[0])

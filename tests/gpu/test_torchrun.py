@@ -47,6 +47,7 @@ MODULES = (
     Module("abandoned", 150, 80),
     Module("context_parallel", 300, 150),
     Module("expert_parallel", 300, 180),
+    Module("parallel_programs", 150, 120),
     Module("fused", 400, 280),
     Module("generate", 600, 300),
     Module("recorded", 150, 80),

@@ -30,8 +30,18 @@ def pool4() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def hf2() -> Iterator[RankPool]:
-    """Ranks that import transformers."""
+    """Two ranks that import transformers."""
+    yield from _importing_transformers(2)
+
+
+@pytest.fixture(scope="module")
+def hf4() -> Iterator[RankPool]:
+    """Four such ranks."""
+    yield from _importing_transformers(4)
+
+
+def _importing_transformers(ranks: int) -> Iterator[RankPool]:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed: pip install --no-deps -r tests/models/requirements.txt")
-    with RankPool(2) as pool:
+    with RankPool(ranks) as pool:
         yield pool

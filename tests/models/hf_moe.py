@@ -73,7 +73,7 @@ def make_block(kind: str) -> Any:
 
 
 def compare_block(
-    rank: int, world: int, kind: str, options: dict[str, Any], routing: str = "random"
+    rank: int, world: int, kind: str, options: dict[str, Any], routing: str = "random", device: str = "cpu"
 ) -> tuple[float, list[tuple[str, str, str]]]:
     """Return the largest error against the plain block, and (phase, kind, strategy) of the decisions.
 
@@ -85,7 +85,7 @@ def compare_block(
     if routing == "absent":
         ends[-1] -= TOKENS
     everything = torch.randn(1, ends[-1], WIDTH, generator=torch.Generator().manual_seed(5))
-    plain, block = make_block(kind), make_block(kind)
+    everything, plain, block = everything.to(device), make_block(kind).to(device), make_block(kind).to(device)
     if routing == "first":
         everything[..., 0] = 1.0
         for gate in (plain.gate, block.gate):
