@@ -42,7 +42,8 @@ def exchanges(step: dict[str, Any], phase: str) -> list[dict[str, Any]]:
 
 
 def test_a_shared_expert_hides_the_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without one a forward has nothing to hide them. Weight gradients hide the backward of the dispatch in both."""
+    """Without one a forward has only the sort of rows, next to the dispatch. Weight gradients hide the backward of the dispatch
+    in both."""
     without, step = (planned(capsys, *LAYER, *shared, "--dp", "8", "--ep", "8") for shared in ([], SHARED))
     for one in (without, step):
         assert [s["reason"] for s in one["sites"] if s["parallelism"] == "EP" and s["dtype"] == "int64"] == [
@@ -54,10 +55,12 @@ def test_a_shared_expert_hides_the_exchanges(capsys: pytest.CaptureFixture[str])
         assert one["step"]["rest_us"]["experts"] > 0 and set(one["exposed"]) == {"DP", "EP"}
         plain = [s["predicted_us"]["none"] for phase in ("forward", "backward") for s in exchanges(one, phase)]
         assert one["exposed"]["EP"]["communication_us"] == pytest.approx(sum(plain), abs=0.1)
-    assert [s["strategy"] for s in exchanges(without, "forward")] == ["none", "none"]
+    dispatch, combine = exchanges(without, "forward")
+    assert combine["strategy"] == "none"
+    assert dispatch["predicted_us"]["split"] > 0.6 * dispatch["predicted_us"]["none"]
     first, last = exchanges(without, "backward")
     assert (first["strategy"], last["strategy"]) == ("split", "split")
-    assert first["predicted_us"]["split"] > 0.9 * first["predicted_us"]["none"]  # the router alone hides little
+    assert first["predicted_us"]["split"] > 0.8 * first["predicted_us"]["none"]  # the router alone hides little
     assert last["predicted_us"]["split"] < 0.3 * last["predicted_us"]["none"]
     assert "split" in {s["strategy"] for s in exchanges(step, "forward")}
     shares = [one["exposed"]["EP"]["exposed_us"] / one["exposed"]["EP"]["communication_us"] for one in (step, without)]

@@ -18,6 +18,7 @@ from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.cost.curve import Curve
 from ub_overlap.compiler.cost.network import Network, network_us, plain_network
 from ub_overlap.compiler.cost.profile import COLLECTIVES, Profile, rising
+from ub_overlap.compiler.graph.aten import aten
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.session.spared_multiprocessors import most_spared
 
@@ -101,7 +102,7 @@ def _transfer_slowdown(world: CalibrationWorld, burst: Burst, progress: Progress
     received = torch.ones_like(sent)
     side = torch.cuda.Stream(priority=-1)
     exchange: Any = lambda: dist.all_to_all_single(received, sent)  # noqa: E731  on the side stream, as it is then current
-    matmul: Any = lambda: torch._grouped_mm(rows, weights, offs=ends)  # noqa: E731
+    matmul: Any = lambda: aten._grouped_mm.default(rows, weights, ends)  # noqa: E731
     before = compat.get_carveout()
     spared = min(settings.current().nccl_multiprocessors, most_spared(str(group.group_name), "cuda"))
     compat.set_carveout(spared or before)
