@@ -5,7 +5,7 @@
     groups of matmuls   the cost model's, also for batches (cost/grouped_time.py)
     ops with a formula  operations of torch's flop counter (convolutions) at a share of the matmul rate
     other ops           bytes read and written at the rate of memory; nothing for views and for what is fused into its readers
-    ops of many kernels a short time more for each of them
+    sorts, and others   of several kernels: a short time more for each of them
     around collectives  nothing: casts, pads and sums next to one may differ between ranks, and the clock must not
 
 Only the sum over some milliseconds matters: a start or a finish moves by a few nodes where a time is wrong.

@@ -20,6 +20,7 @@ from tests.cost.machine import PLAIN
 from tests.harness.profiles import stored, with_exchanges_as_pushes
 from tests.harness.ranks import RankPool
 from tests.models.compare import error, uncached, values
+from tests.models.hf_moe import STRATEGIES
 from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.cost.grouped_time import grouped_us
 from ub_overlap.compiler.cost.policy import Policy
@@ -396,14 +397,16 @@ def test_shards_of_experts(pool4: RankPool) -> None:
 def test_blocks_of_transformers(hf2: RankPool, kind: str, routing: str) -> None:
     """With experts on two ranks they compute what they do with all experts on one: also where one rank gets all tokens, and
     where one has none."""
-    for worst, found in hf2.run("tests.models.hf_moe:compare_block", kind, SPLIT, routing):
-        assert worst < 1e-5
-        assert [strategy for *_, strategy in found] == ["none", "split", "split", "split", "split"], found
+    check_block(hf2, kind, routing)
 
 
 @pytest.mark.parametrize(("kind", "routing"), [("mixtral", "absent"), ("deepseek_v3", "random")])
 def test_blocks_of_transformers_on_four_ranks(hf4: RankPool, kind: str, routing: str) -> None:
     """Each rank has one expert."""
-    for worst, found in hf4.run("tests.models.hf_moe:compare_block", kind, SPLIT, routing):
+    check_block(hf4, kind, routing)
+
+
+def check_block(pool: RankPool, kind: str, routing: str) -> None:
+    for worst, found in pool.run("tests.models.hf_moe:compare_block", kind, SPLIT, routing):
         assert worst < 1e-5
-        assert [strategy for *_, strategy in found] == ["none", "split", "split", "split", "split"], found
+        assert [strategy for *_, strategy in found] == STRATEGIES, found

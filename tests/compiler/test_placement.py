@@ -213,21 +213,8 @@ def test_small_transfers_that_save_more_keep_the_memory(group: str) -> None:
 @pytest.mark.parametrize(("meanwhile", "exposed"), [(0.0, 400.0), (100.0, 320.0), (500.0, 0.0), (600.0, 0.0)])
 def test_matmuls_slow_only_the_part_of_a_transfer_that_they_hide(meanwhile: float, exposed: float) -> None:
     """100 microseconds of matmuls hide 80 of a transfer that they slow down by a fourth. The rest has its own rate."""
-    transfer = Transfer(
-        group="a",
-        earliest=1,
-        latest=2,
-        plain_at=1,
-        starts_late=False,
-        start_us=0.0,
-        transfer_us=400.0,
-        finish_us=0.0,
-        plain_us=400.0,
-        landing_bytes=1,
-        is_required=True,
-        matmul_slowdown=0.1,
-        transfer_slowdown=0.25,
-    )
+    slowdowns = {"matmul_slowdown": 0.1, "transfer_slowdown": 0.25}
+    transfer = Transfer("g", 1, 2, 1, False, 0.0, 400.0, 0.0, 400.0, 1, is_required=True, **slowdowns)
     (placed,) = place([Item(1.0), Item(meanwhile), Item(1.0)], [transfer], Limits(10, 1))
     assert placed is not None
     assert placed.exposed_us == pytest.approx(exposed)

@@ -14,6 +14,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 from torch.nn.attention.flex_attention import create_block_mask
 
+from tests.context_parallel import rank_attention
 from tests.context_parallel.model import Net, flex_gradients_on_cpu
 from tests.context_parallel.rank_attention import BATCH, WIDTH, difference, train
 from tests.models.compare import uncached
@@ -33,7 +34,7 @@ def compare_with_tensor_parallelism(
     Two ranks share a sequence, and two the heads of each layer. The ring has one gather.
     """
     mesh = init_device_mesh(device, (world // 2, 2), mesh_dim_names=("cp", "tp"))
-    positions = (POSITIONS if device == "cpu" else 2 * POSITIONS) * world // 2  # as POSITIONS of rank_attention
+    positions = (POSITIONS if device == "cpu" else rank_attention.POSITIONS) * world // 2
     sequence = torch.randn(BATCH, positions, WIDTH, generator=torch.Generator().manual_seed(5)).to(device)
     whole, model = Net("whole", causal).to(device), Net(form, causal, mesh=mesh).to(device)
     expected = train(whole, whole, sequence)

@@ -18,6 +18,8 @@ from tests.models.moe import run_on_experts
 from ub_overlap.compiler.reports.history import HISTORY
 
 EXPERTS, WIDTH, TOKENS = 4, 32, 12
+STRATEGIES = ["none", "split", "split", "split", "split"]
+"""Of a block whose exchanges are split: counts stay plain; dispatch and combine, in forward and backward, do not."""
 
 
 class RankExperts(nn.Module):

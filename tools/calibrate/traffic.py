@@ -81,7 +81,7 @@ def flag(world: World, burst: Burst, peers: PeerTraffic) -> float:
     return world.worst([max(0.5, statistics.median(with_flag) - statistics.median(without))])[0]
 
 
-def large_matmul(world: World) -> Callable[[], Any]:
+def _large_matmul(world: World) -> Callable[[], Any]:
     """Return a call of a matmul of 8192 rows and columns."""
     left, right = (torch.randn(8192, 8192, device=world.device).to(torch.bfloat16) for _ in range(2))
     out = torch.empty(8192, 8192, device=world.device, dtype=torch.bfloat16)
@@ -102,7 +102,7 @@ def concurrent_slowdown(
     Isolated and concurrent runs alternate. `send`: enqueues traffic, on the stream `side`. `together`: enqueues a barrier.
     `matmul`: enqueues a matmul; None: a large one.
     """
-    matmul = matmul or large_matmul(world)
+    matmul = matmul or _large_matmul(world)
     begin, done, sent = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     current = torch.cuda.current_stream()
 
