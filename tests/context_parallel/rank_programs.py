@@ -49,22 +49,24 @@ def compare_with_tensor_parallelism(
     return max(worst), HISTORY.since(mark)
 
 
-def compare_flex_attention(rank: int, world: int, options: dict[str, Any], load_balance: bool) -> tuple[float, list[Plan]]:
+def compare_flex_attention(
+    rank: int, world: int, options: dict[str, Any], load_balance: bool, device: str = "cpu"
+) -> tuple[float, list[Plan]]:
     """Return the same of FlexAttention with a causal mask and torch's style for context parallelism."""
-    mesh, length = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)), 128 * world
-    sequence = torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(5))
-    whole, model = Net("whole", True, layers=1), Net("flex", layers=1, mesh=mesh)
+    mesh, length = init_device_mesh(device, (world,), mesh_dim_names=("cp",)), 128 * world
+    sequence = torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(5)).to(device)
+    whole, model = Net("whole", True, layers=1).to(device), Net("flex", layers=1, mesh=mesh).to(device)
     expected = train(whole, whole, sequence)
     mark = HISTORY.mark()
     before, cp._compiled_create_block_mask = cp._compiled_create_block_mask, create_block_mask  # Inductor takes 10 s for it
     try:
-        balancer = _HeadTailLoadBalancer(length, world, "cpu") if load_balance else None
+        balancer = _HeadTailLoadBalancer(length, world, device) if load_balance else None
         parts = cp._context_parallel_shard(mesh, [sequence, *expected[:2]], [1] * 3, balancer)
         own = [_tensor(t).contiguous() for t in parts]
         mask = cp._create_cp_block_mask(_is_causal, 1, 1, length, length, mesh, balancer)
     finally:
         cp._compiled_create_block_mask = before
-    with uncached(), flex_gradients_on_cpu():
+    with uncached(), flex_gradients_on_cpu() if device == "cpu" else contextlib.nullcontext():
         compiled = torch.compile(model, backend="ub_overlap", options=options, fullgraph=True)
         found = train(lambda x: compiled(x, mask), model, own[0])
     worst = [difference(a, b) for a, b in zip(found[:2], own[1:], strict=True)]

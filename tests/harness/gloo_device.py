@@ -20,9 +20,12 @@ def share_gloo_device() -> None:
     device = original.create_default_device()
 
     class SharedDeviceGloo(original):  # a class, because torch asks isinstance
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = _TIMEOUT) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = _TIMEOUT, **more: Any) -> None:
+            """`more`: what torch 2.15 passes, as options of these names."""
             options = original._Options()
             options._devices, options._timeout, options._threads = [device], timeout, 2
+            for name, value in more.items():
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = SharedDeviceGloo  # type: ignore[misc]

@@ -1,16 +1,22 @@
-"""Context parallelism in fp32 with torch's kernels of GPUs: training on parts of a sequence is training on the whole one."""
+"""Context parallelism with torch's kernels of GPUs: training on parts of a sequence is training on the whole one."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.context_parallel.rank_attention import compare_forms
+from tests.context_parallel.rank_programs import compare_flex_attention
+from tests.gpu.cases import BF16, F32
 from tests.gpu.lockstep import Lockstep
+from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.strategy import Mode
 from ub_overlap.runtime.session import session
 
-SPLIT = {"overlap": "off", "overrides": [{"strategy": "split"}]}
+SPLIT: dict[str, Any] = {"overlap": "off", "overrides": [{"strategy": "split"}]}
 FORMS = {
     "gathered": ("gathered", "", False, False),
     "flex_op": ("flex_op", "", False, False),
@@ -21,28 +27,65 @@ FORMS = {
 }
 
 
-@pytest.mark.deadline(120)
-@pytest.mark.parametrize("name", FORMS)
-def test_forms(lockstep: Lockstep, name: str) -> None:
-    """Every exchange is split; with overlap="off" FlexAttention's op stays, and says so.
+def strategies(plans: list[Plan]) -> set[str]:
+    return {str(d.strategy) for plan in plans for d in plan.decisions if d.strategy.mode is not Mode.MERGED}
 
-    Inductor compiles what is left: without it, torch 2.11 runs rms_norm as one kernel, whose gradient has other strides than
-    it was traced with.
-    """
+
+def train(lockstep: Lockstep, name: str, options: dict[str, Any], dtype: torch.dtype) -> tuple[float, list[Plan]]:
+    """Return the error and the plans of a form."""
     form, rotation, load_balance, causal = FORMS[name]
     if form == "ulysses" and 4 % lockstep.ranks:
         pytest.skip(f"4 heads do not divide by {lockstep.ranks} ranks")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch._dynamo.reset()
-    options = SPLIT if lockstep.cuda else SPLIT | {"inner": "aot_eager"}
     if rotation == "alltoall":  # only where steps are merged do all ranks send as many messages
         options = options | {"overlap": "auto"}
-    error, plans = compare_forms(
-        lockstep.rank, lockstep.ranks, form, options, rotation, load_balance, causal, device=lockstep.device_type
+    found = compare_forms(
+        lockstep.rank, lockstep.ranks, form, options, rotation, load_balance, causal, device=lockstep.device_type, dtype=dtype
     )
     lockstep.sync()
     session.check()
+    return found
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(lockstep: Lockstep, name: str) -> None:
+    """Every exchange is split; with overlap="off" FlexAttention's op stays, and says so."""
+    options = SPLIT if lockstep.cuda else SPLIT | {"inner": "aot_eager"}
+    error, plans = train(lockstep, name, options, F32)
     assert error < 1e-4
-    strategies = {str(d.strategy) for plan in plans for d in plan.decisions if d.strategy.mode is not Mode.MERGED}
-    assert strategies == ({"none"} if form == "flex_op" else {"split"})
+    assert strategies(plans) == ({"none"} if name == "flex_op" else {"split"})
     lockstep.note(f"{sum(len(plan.decisions) for plan in plans)} split, error {error:.1e}")
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("name", FORMS)
+def test_bits(lockstep: Lockstep, name: str) -> None:
+    """The same kernels in the same order give the bits of the eager program, output and gradients: so flash attention does
+    with deterministic algorithms."""
+    options = SPLIT | {"overlap": "auto", "inner": "aot_eager"}
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            error, plans = train(lockstep, name, options, BF16 if lockstep.cuda else F32)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert error < 5e-2
+    assert strategies(plans) == {"split"}
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("load_balance", [True, False])
+def test_flex_attention(lockstep: Lockstep, load_balance: bool) -> None:
+    """Gathers of keys and values, and reduce_scatters of their gradients, are split next to FlexAttention's kernels."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch._dynamo.reset()
+    options = SPLIT | {"overlap": "auto"} | ({} if lockstep.cuda else {"inner": "aot_eager"})
+    error, plans = compare_flex_attention(lockstep.rank, lockstep.ranks, options, load_balance, lockstep.device_type)
+    lockstep.sync()
+    session.check()
+    assert error < 1e-4
+    kinds = [sorted(f"{d.kind.value} {d.strategy}" for d in plan.decisions) for plan in plans]
+    assert kinds == [["all_gather split"] * 2, ["reduce_scatter split"] * 2]
+    lockstep.note(f"error {error:.1e}")
