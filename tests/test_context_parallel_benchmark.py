@@ -20,7 +20,8 @@ from tests.harness.ranks import RankPool
 from tests.test_benchmarks import FACTS, on_cpu_ranks, printed
 from ub_overlap.tools.rank_process import World
 
-FORMS = ("gathered", "ring", "ulysses")
+SITES = {"gathered": "4 split", "ring": "3 split", "ulysses": "8 split", "halves": "16 split"}
+FORMS = ("--forms", ",".join(SITES))
 
 
 def test_context_parallel_on_cpu_ranks(
@@ -29,17 +30,17 @@ def test_context_parallel_on_cpu_ranks(
     """All forms compute the same, in eager mode and by our backend, whose exchanges are all split."""
     path = tmp_path / "context_parallel.json"
     split = 'split={"overlap": "off", "overrides": [{"strategy": "split"}]}'
-    arguments = ["--tiny", "--device", "cpu", "--systems", "compute,eager,split", "--ours", split, "--json", str(path)]
+    arguments = ["--tiny", "--device", "cpu", *FORMS, "--systems", "compute,eager,split", "--ours", split, "--json", str(path)]
     on_cpu_ranks(2, "benchmarks.context_parallel", arguments)
     document: dict[str, Any] = json.loads(path.read_text())
     assert document.keys() >= FACTS and document["benchmark"] == "context_parallel"
     (size,) = document["rows"]
     variants = size["variants"]
-    assert list(variants) == ["compute", *(f"{system}_{form}" for system in ("eager", "split") for form in FORMS)]
+    assert list(variants) == ["compute", *(f"{system}_{form}" for system in ("eager", "split") for form in SITES)]
     for name, variant in variants.items():
         assert variant["step"] > 0 and not variant["why"], name
         assert name in ("compute", "eager_gathered") or 0 <= variant["error"] < 1e-4
-    assert [variants[f"split_{form}"]["sites"] for form in FORMS] == ["4 split", "3 split", "8 split"]
+    assert {form: variants[f"split_{form}"]["sites"] for form in SITES} == SITES
     assert "tiny, 1 layers, 64 tokens" in printed(path, capsys, monkeypatch)
 
 
@@ -55,12 +56,12 @@ def measure_causal(rank: int, world: int, arguments: list[str]) -> dict[str, Any
 def test_causal_masks(pool2: RankPool) -> None:
     """Gathered keys and values and the ring compute the same on balanced positions; Ulysses has positions of its own."""
     split = 'split={"overlap": "off", "overrides": [{"strategy": "split"}]}'
-    document = pool2.run(measure_causal, ["--systems", "compute,eager,split", "--ours", split])[0]
+    document = pool2.run(measure_causal, [*FORMS, "--systems", "compute,eager,split", "--ours", split])[0]
     variants = document["rows"][0]["variants"]
     assert all(variant["step"] > 0 and not variant["why"] for variant in variants.values())
     assert {name for name in variants if "error" not in variants[name]} == {"compute", "eager_gathered", "eager_ulysses"}
     assert all(0 <= variant.get("error", 0.0) < 1e-4 for variant in variants.values())
-    assert [variants[f"split_{form}"]["sites"] for form in FORMS] == ["4 split", "3 split", "8 split"]
+    assert {form: variants[f"split_{form}"]["sites"] for form in SITES} == SITES
     assert "tiny, 1 layers, 64 tokens, causal" in text(document)
 
 

@@ -25,7 +25,7 @@ from ..blocks.model import SIZES
 from ..parallel.flags import add_graph_flags, add_run_flags, options_of
 from ..parallel.run import ParallelRun, run_benchmark
 from ..parallel.variant import COMPUTE, EAGER, INDUCTOR
-from .model import FORMS
+from .model import BY_HEADS, FORMS
 from .table import text
 from .variants import TRANSFORMER_ENGINE, AttentionContext, make, names_of
 
@@ -38,7 +38,8 @@ def parse_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq", default="8192,32768,131072", help="tokens of the whole sequence, comma-separated; batch 1")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--causal", action="store_true", help="causal masks, with torch's load balance in the ring")
-    parser.add_argument("--forms", default=",".join(FORMS), help="comma-separated (default: %(default)s)")
+    forms = f"comma-separated, of {', '.join(FORMS)} (default: %(default)s)"
+    parser.add_argument("--forms", default="gathered,ring,ulysses", help=forms)
     parser.add_argument("--rotation", choices=("allgather", "alltoall"), default="alltoall", help="how the ring sends")
     parser.add_argument(
         "--systems", help="default: compute, eager, inductor, those of ours, and TransformerEngine if installed"
@@ -86,7 +87,7 @@ class ContextParallelRun(ParallelRun):
         variants = self.compile_all(row, lambda name: make(name, context))
         # All forms with the same positions compute the same.
         for has_other_positions in (False, True):
-            names = [n for n in variants if (args.causal and n.endswith("ulysses")) == has_other_positions]
+            names = [n for n in variants if (args.causal and n.endswith(BY_HEADS)) == has_other_positions]
             first = next((name for name in names if name.startswith(EAGER)), None)
             if first:
                 self.compare_with(first, [n for n in names if n not in (COMPUTE, first)], variants, row)

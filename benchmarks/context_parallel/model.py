@@ -5,6 +5,7 @@ Legend: S positions of this rank, R ranks, D width, E head dim, H query heads, G
     gathered   keys and values of all ranks are gathered
     ring       torch's ring attention: keys and values go from rank to rank, by one gather or by all_to_alls
     ulysses    positions are exchanged for heads: each rank attends with H / R heads to the whole sequence
+    halves     the same in two halves of the heads: one half's exchanges are independent of the other half's attention
     local      no exchange: own keys and values, R times; the same attention, other numbers
 
 Without a mask all ranks and all forms compute equally much. A causal mask is balanced: the sequence has 2R chunks, of which
@@ -27,7 +28,9 @@ from ub_overlap.tools.planner.ring_attention import parallelize_attention
 
 from ..blocks.model import BlockSizes, linear
 
-FORMS = ("gathered", "ring", "ulysses")
+FORMS = ("gathered", "ring", "ulysses", "halves")
+BY_HEADS = ("ulysses", "halves")
+"""Forms that attend to the whole sequence. With causal masks their ranks have other positions than those of other forms."""
 LOCAL = "local"
 
 
@@ -91,13 +94,21 @@ class ContextAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.form == "gathered":
             k, v = (funcol.all_gather_tensor_autograd(t.contiguous(), 2, _group()) for t in (k, v))
-        elif self.form == "ulysses":
-            q, k, v = (to_heads(t, _group()) for t in (q, k, v))
+        elif self.form in BY_HEADS:
+            return self.attend_by_heads(q, k, v, 2 if self.form == "halves" else 1)
         elif self.form == LOCAL:
             k, v = (torch.cat([t] * dist.get_world_size(), 2) for t in (k, v))
+        return self.attend_locally(q, k, v)
+
+    def attend_by_heads(self, q: Tensor, k: Tensor, v: Tensor, parts: int) -> Tensor:
+        """Exchange and attend with the heads in `parts`, all exchanges of q, k and v in front of the first attention."""
+        chunks = zip(*(t.chunk(parts, 1) for t in (q, k, v)), strict=True)
+        exchanged = [[to_heads(t, _group()) for t in chunk] for chunk in chunks]
+        return torch.cat([to_positions(self.attend_locally(*part), _group()) for part in exchanged], 1)
+
+    def attend_locally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (t.repeat_interleave(self.repeats, 1) for t in (k, v))  # torch's ring knows no grouped heads
-        out = self.sdpa(q, k, v)
-        return to_positions(out, _group()) if self.form == "ulysses" else out
+        return self.sdpa(q, k, v)
 
 
 class ContextLayer(nn.Module):

@@ -58,7 +58,7 @@ def _accept(*operands: Tensor) -> None:
 
 
 def norm(x: Tensor) -> Tensor:
-    """Return the RMS norm. It calls no `F.rms_norm`: on GPUs the gradient of that kernel has other strides than torch traces."""
+    """Return the RMS norm, without `F.rms_norm`: on GPUs the gradient of that kernel has other strides than torch traces."""
     return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
 
 
