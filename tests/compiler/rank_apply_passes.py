@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -87,12 +89,17 @@ def reported(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-def graph_trainer(rank: int, world: int) -> tuple[float, Rows]:
-    """Return the error and the decisions of a step that torchtitan traces (aot_fx_trace), behind two of its own passes."""
-    case = importlib.import_module("tests.models.sharded_llama").build(rank, world, source="torchtitan", tp=2)
+def graph_trainer(rank: int, world: int, tp: int = 2, reshard: str = "") -> tuple[float, Rows]:
+    """Return the error and the decisions of a step that torchtitan traces (aot_fx_trace), behind two of its own passes.
+
+    `reshard`: "always" or "never". Then its memory policy, which repeats forward's nodes in backward, is in front of ours.
+    """
+    case = importlib.import_module("tests.models.sharded_llama").build(rank, world, source="torchtitan", tp=tp)
     with stand_ins(*UNUSED):
+        from torchtitan.experiments.graph_trainer import memory_policy
         from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer, run_traced
         from torchtitan.experiments.graph_trainer.remove_noop_passes import canonicalize_graph_pass, eliminate_dead_code_pass
+        from torchtitan.experiments.graph_trainer.selective_activation_remat import selective_activation_remat_pass
 
     (tokens,) = case.inputs
 
@@ -111,8 +118,20 @@ def graph_trainer(rank: int, world: int) -> tuple[float, Rows]:
     expected, mark = outputs(), HISTORY.mark()
     options = {"overlap": "off", "overrides": [{"phase": "backward", "module": "model", "strategy": "split"}]}
     own = functools.partial(ub_overlap.apply_passes, parameters=range(traced.num_static_inputs), options=options)
-    for one in (eliminate_dead_code_pass, canonicalize_graph_pass, own):
-        traced.gm = one(traced.gm, traced.example_inputs)
+    config = SimpleNamespace(
+        compile=SimpleNamespace(memory_policy="default"),
+        parallelism=SimpleNamespace(fsdp_reshard_after_forward=reshard, pipeline_parallel_degree=1),
+    )
+    tag = functools.partial(memory_policy.tag_with_memory_policy_pass, config=config)
+    kept = {*memory_policy._get_default_save_ops(), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
+    with patch.object(memory_policy, "_get_default_save_ops", lambda: kept):  # torchtitan knows the kernels of GPUs
+        for one in (
+            eliminate_dead_code_pass,
+            canonicalize_graph_pass,
+            *((tag, selective_activation_remat_pass) if reshard else ()),
+            own,
+        ):
+            traced.gm = one(traced.gm, traced.example_inputs)
     return worst(outputs(), expected), [d.to_dict() for plan in HISTORY.since(mark) for d in plan.decisions]
 
 

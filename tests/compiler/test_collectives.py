@@ -9,9 +9,10 @@ import torch
 import torch.distributed._symmetric_memory  # registers its ops
 import torch.distributed.distributed_c10d as torch_c10d
 from torch import Tensor
+from torch.distributed.tensor.experimental import _context_parallel  # noqa: F401  (registers cplib)
 from torch.fx import Graph
 
-from tests.compiler.rank_compile import FORCE, decisions_of, world_name
+from tests.compiler.rank_compile import FORCE, decisions_of, since, world_name
 from tests.harness.ranks import RankPool
 from ub_overlap.compiler.match.collectives import is_collective
 from ub_overlap.compiler.plan.decision import Decision
@@ -24,8 +25,13 @@ COMMUNICATE = (
     "_c10d_functional::broadcast_",
     "_c10d_functional_autograd::all_to_all_single",
     "_dtensor::shard_dim_alltoall",
+    "c10d::barrier",
     "c10d::recv_",
+    "c10d::recv_any_source_",
+    "c10d::send",
     "c10d_functional::all_reduce",
+    "cplib::flex_cp_allgather",
+    "cplib::flex_cp_allgather_backward",
     "symm_mem::_barrier",
     "symm_mem::fused_all_gather_matmul",
     "symm_mem::nccl_wait_for_signal",
@@ -36,7 +42,9 @@ DO_NOT = (
     "_c10d_functional::wait_tensor",
     "aten::mm",
     "aten::native_group_norm",  # its `group` is a number
+    "aten::select_scatter",  # of a dim
     "symm_mem::memset32_",  # of the rank's own memory
+    "symm_mem::stream_write_value32_",  # likewise
     "ub_overlap::all_gather_matmul",  # a site already
 )
 
@@ -51,6 +59,13 @@ def test_is_collective(name: str) -> None:
     ops.extension()  # registers our ops
     node = Graph().call_function(_op(name))
     assert is_collective(node) is (name in COMMUNICATE)
+
+
+@since((2, 13), "does not trace sends and receives")
+@pytest.mark.parametrize("name", ["batch_p2p_ops", "irecv", "isend"])
+@pytest.mark.parametrize("namespace", ["_c10d_functional", "c10d_functional"])
+def test_messages_are_collectives(namespace: str, name: str) -> None:
+    assert is_collective(Graph().call_function(_op(f"{namespace}::{name}")))
 
 
 @torch.library.custom_op("ub_overlap_tests::exchange", mutates_args=())

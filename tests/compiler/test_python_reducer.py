@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.harness.ranks import RankPool
 from ub_overlap.compiler.graph.functional_copies import drop_copies
+from ub_overlap.compiler.plan.reasons import Kind
 
 from . import rank_python_reducer
 
@@ -39,6 +40,32 @@ def test_gradients_are_averaged_in_the_graph(options: dict[str, object], strateg
             if strategies == {"pipelined"}:
                 assert [kind for _, kind, strategy in decisions if strategy == "pipelined"] == ["matmul_all_reduce"] * 2
         assert set(copies) == {0}
+
+
+def test_a_sum_of_products(pool2: RankPool) -> None:
+    """The gradient of a weight that is used twice is one reduction of both products. The look-alike is scaled by a tensor."""
+    for bad, plans in pool2.run(rank_python_reducer.planned, rank_python_reducer.UsedTwice, {"overlap": "force"}):
+        assert bad == [] and plans
+        for plan in plans:
+            summed, scaled = plan.decisions
+            assert (summed.kind, str(summed.strategy)) == (Kind.MATMUL_ALL_REDUCE, "pipelined"), summed
+            assert summed.work is not None and len(summed.work.matmuls) == 2 and summed.scale == 0.5
+            assert scaled.kind is Kind.ALL_REDUCE, scaled
+
+
+def test_sums_are_sent_in_their_own_type(pool2: RankPool) -> None:
+    """A bias' gradient is cast to fp32, copied and averaged: bulk sends the sum before the cast.
+
+    The look-alikes: fp32 gradients of the norm, and sums that are added to gradients of the step before.
+    """
+    options = {"overlap": "force", "overrides": {"*": "bulk"}}
+    for bad, plans in pool2.run(rank_python_reducer.planned, rank_python_reducer.Autocast, options):
+        assert bad == []
+        first, added = ([d for d in plan.decisions if d.shapes[0][1] in ("[64]", "[128]")] for plan in plans)
+        types = [[(d.work.dtype, d.work.out_dtype) for d in each if d.work] for each in (first, added)]
+        assert types == [[("float32", "")] * 2 + [("bfloat16", "float32")] * 2, [("float32", "")] * 4]
+        sent = [d for d in first[2:] if str(d.strategy) == "bulk"]
+        assert sent and all("sends bfloat16 and sums in float32" in d.detail for d in sent), first
 
 
 def chain(make: Callable[[Tensor, Tensor], object]) -> tuple[torch.fx.Graph, int]:

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from tests.compiler.rank_compile import build
 from tests.context_parallel.machine import slow_profile
 from tests.harness.ranks import RankPool
-from tests.models.compare import Comparison
+from tests.models.compare import Comparison, error, uncached, values
 from tests.models.sharded_llama import PARAMETERS
 from ub_overlap.compiler.plan.reasons import collective_of
+from ub_overlap.compiler.reports.history import HISTORY
 
 MODEL = "tests.models.sharded_llama"
 SPLIT: dict[str, Any] = {"overlap": "off", "inner": "aot_eager", "overrides": [{"strategy": "split"}]}
@@ -108,6 +111,47 @@ def test_torchtitan_on_two_ranks() -> None:
     assert counts(chosen) == expected
     strategies = Counter(d["strategy"].partition(":")[0] for d in chosen.decisions)
     assert strategies.keys() <= {"split", "pipelined", "bulk"} and strategies["split"] > PARAMETERS, strategies
+
+
+def saved_shapes(rank: int, world: int, reshard: bool, options: dict[str, Any]) -> tuple[float, Counter[str], Counter[Any]]:
+    """Return the error against plain SimpleFSDP, the gathers by phase, and the shapes of what backward reads."""
+    plain, case = (build(rank, world, MODEL, {"source": "torchtitan", "reshard": r}) for r in (False, reshard))
+    expected, mark, saved = values(plain, plain.module), HISTORY.mark(), Counter[Any]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tuple(tensor.shape)] += 1
+        return tensor
+
+    with uncached(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        actual = values(case, torch.compile(case.module, backend="ub_overlap", options=options))
+    gathers = Counter(d.phase for p in HISTORY.since(mark) for d in p.decisions if collective_of(d.kind.value) == "all_gather")
+    return max(error(actual[name], expected[name], name) for name in expected), gathers, saved
+
+
+@pytest.mark.parametrize("options", [FORCE, SPLIT], ids=["force", "split"])
+def test_resharding(titan4: RankPool, options: dict[str, Any]) -> None:
+    """SimpleFSDP's checkpoint policy is followed: backward reads shards and gathers all parameters but the embedding again.
+
+    Without it backward reads the gathered parameters, also without the embedding, and gathers none.
+    """
+    wholes = Counter([(160, 64), *[(96, 64), (64, 64), (32, 64)] * 2, (64, 96), *[(64,)] * NORMS])
+    shards = Counter({(shape[0] // 4, *shape[1:]): n for shape, n in (wholes + Counter([(160, 64)])).items()})
+    kept, again = (titan4.run(saved_shapes, reshard, options) for reshard in (False, True))
+    for (worst, gathers, saved), (worst_again, gathers_again, saved_again) in zip(kept, again, strict=True):
+        assert max(worst, worst_again) < 1e-5
+        assert gathers == {"forward": PARAMETERS}
+        assert gathers_again == {"forward": PARAMETERS, "backward": PARAMETERS - 1}
+        assert wholes <= saved and shards <= saved_again and saved - wholes == saved_again - shards, (saved, saved_again)
+
+
+@pytest.mark.parametrize(("reshard", "gathered_again"), [("always", PARAMETERS), ("never", 0)])
+def test_memory_policy_of_graph_trainer(titan4: RankPool, reshard: str, gathered_again: int) -> None:
+    """Its gathers in backward stay there, next to those of forward. They are in backward's phase, as its reductions are."""
+    for worst, rows in titan4.run("tests.compiler.rank_apply_passes:graph_trainer", 1, reshard):
+        assert worst <= 64 * torch.finfo(torch.float32).eps
+        found = Counter(f"{collective_of(row['kind'])} {row['strategy']}" for row in rows)
+        expected = {"all_gather none": PARAMETERS, "all_gather split": gathered_again, "reduce_scatter split": PARAMETERS}
+        assert found == Counter(expected), found
 
 
 def test_graph_trainer(titan4: RankPool) -> None:

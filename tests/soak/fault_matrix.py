@@ -147,6 +147,12 @@ def judge(fault: Fault, outcome: Outcome, limit_s: float, victim: int, cuda: boo
     return str(seen["notes"])
 
 
+def find_limit(fault: Fault, deadline: float, spare_s: float) -> float:
+    """Return the seconds after the fault within which living ranks raise."""
+    least_s = GRACE_S if fault.function == "orphans" else 0.0
+    return max(2 * deadline, least_s) + spare_s
+
+
 def play(fault: Fault, device: str, ranks: int, deadline: float, victim: int = 1, spare_s: float = 1.5) -> tuple[str, str]:
     """Run one trial and return (what is wrong, or "", and the measured values)."""
     living = [rank for rank in range(ranks) if rank != victim or fault.victim_lives]
@@ -159,8 +165,7 @@ def play(fault: Fault, device: str, ranks: int, deadline: float, victim: int = 1
         timeout=90 + 4 * patience * deadline,
         wait_for=living,
     )
-    least_s = GRACE_S if fault.function == "orphans" else 0.0
-    limit_s = max(2 * deadline, least_s) + spare_s
+    limit_s = find_limit(fault, deadline, spare_s)
     bad = [f"rank {r}: {why}" for r in living if (why := judge(fault, outcomes[r], limit_s, victim, device == "cuda"))]
     took = time.monotonic() - clock
     if bad:
