@@ -64,9 +64,12 @@ def first_of_backward(graph: Graph) -> Node | None:
     return marked if marked is not None else next((n for n in calls if "_backward" in str(n.target)), None)
 
 
+RECOMPUTED = "ub_overlap_recomputed"
+"""Key of node.meta: the region in which `mark_recomputed` marked the node."""
 _REGION_KEYS = ("partitioner_tag", "recompute", "ac_graph_id", HALF)
-_COPIED_KEYS = (*_REGION_KEYS, AUTOGRAD_BACKWARD)
-"""Passes of the user repeat nodes of forward in backward without the mark: these are in its region too."""
+_COPIED_KEYS = (*_REGION_KEYS, RECOMPUTED, AUTOGRAD_BACKWARD)
+"""Passes of the user repeat nodes of forward in backward without autograd's mark: these are in its region too. A copy has the
+mark of `mark_recomputed` with it: without, it would look as if the user had checkpointed it."""
 
 
 def region_of(node: Node) -> tuple[object, ...]:
@@ -96,8 +99,6 @@ FIRST_REGION = 0
 """A checkpoint region for values that are cheap to recompute from their neighbors."""
 LAST_REGION = 2**31
 """A checkpoint region after all of the user's. torch saves the values that a later region reads from an earlier one."""
-RECOMPUTED = "ub_overlap_recomputed"
-"""Key of node.meta: the region in which `mark_recomputed` marked the node."""
 
 
 def mark_recomputed(nodes: Iterable[Node], region: int) -> None:
