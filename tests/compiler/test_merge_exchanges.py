@@ -191,3 +191,39 @@ def test_a_third_step_finds_its_own_region() -> None:
         c.node.meta |= AGAIN | {"ac_graph_id": 1}
     assert merge_exchanges(graph, exchanges) == 1
     assert [c.node for c in find_collectives(graph)] == [c.node for c in exchanges[:3]]
+
+
+def gathered(d: Dag, k: Node, v: Node) -> Node:
+    """Append the gather of a ring, and return what reads it."""
+    rows = d.call(aten.cat.default, [d.call(aten.clone.default, k), v])
+    gather = d.call(c10d.all_gather_into_tensor.default, rows, 4, "g")
+    return d.call(aten.neg.default, d.call(c10d.wait_tensor.default, gather))
+
+
+MERGED_GATHERS = ("forward, backward", "a checkpoint, its backward")
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_gathers_that_backward_repeats(name: str) -> None:
+    """Of equal values, not of one tensor. In one region they stay: there a limit of memory applies."""
+    first, second, _ = REGIONS[name]
+    merged = int(name in MERGED_GATHERS)
+    d = Dag(4)
+    k, v = d.input("k", ROWS // 2), d.input("v", ROWS // 2)
+    graph = d.output(gathered(d, k, v), gathered(d, k, v))
+    gathers = [c.node for c in find_collectives(graph)]
+    for node, meta in zip(gathers, (first, second), strict=True):
+        node.meta |= meta
+    assert merge_collectives(graph) == merged
+    graph.lint()
+    assert [c.node for c in find_collectives(graph)] == gathers[: 2 - merged]
+
+
+def test_a_gather_of_gradients() -> None:
+    """It looks like one of forward, and no tensor of it is known there."""
+    d = Dag(4)
+    k, v, gradient = d.input("k", ROWS // 2), d.input("v", ROWS // 2), d.input("tangents_1", ROWS // 2)
+    graph = d.output(gathered(d, k, v), gathered(d, gradient, v))
+    for c, meta in zip(find_collectives(graph), (FORWARD, BACKWARD), strict=True):
+        c.node.meta |= meta
+    assert not may_merge(graph) and merge_collectives(graph) == 0

@@ -14,6 +14,7 @@ from tests.context_parallel.rank_programs import (
 )
 from tests.harness.ranks import RankPool
 from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.strategy import Mode
 
 
 def sites(plan: Plan) -> Counter[str]:
@@ -30,7 +31,7 @@ def check(results: list[tuple[float, list[Plan]]], *expected: dict[str, int]) ->
 
 
 TENSOR_PARALLEL = {"all_gather_matmul pipelined": 2, "matmul_reduce_scatter pipelined": 2}
-RING = ({"all_gather split": 2}, {"all_to_all split": 4})
+RING = ({"all_gather split": 2, "all_gather merged": 2}, {"all_to_all split": 4})
 """The sites of two layers in forward and backward."""
 
 
@@ -81,5 +82,5 @@ def test_torchtitan_next_to_tensor_parallelism(pool4: RankPool, options: dict[st
     for error, plans in results:
         assert error < 1e-5
         assert all(sites(plan).items() >= exchange.items() for plan, exchange in zip(plans, RING, strict=True))
-        assert all(d.overlapped for plan in plans for d in plan.decisions)
+        assert all(d.overlapped or d.strategy.mode is Mode.MERGED for plan in plans for d in plan.decisions)
     assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1

@@ -14,7 +14,7 @@ from .merge_reductions import has_sums, merge_reductions
 def may_merge(graph: Graph) -> bool:
     """Return whether the graph has collectives that look as if they can be merged. It takes a fraction of the pass's time."""
     gathers, exchanges, reductions = _by_kind(graph)
-    return has_equal_gathers(gathers) or has_equal_exchanges(exchanges) or has_sums(graph, reductions)
+    return has_equal_gathers(gathers) or has_equal_exchanges(graph, [*gathers, *exchanges]) or has_sums(graph, reductions)
 
 
 def merge_collectives(graph: Graph, growth: int | None = None) -> int:
@@ -23,7 +23,8 @@ def merge_collectives(graph: Graph, growth: int | None = None) -> int:
     `growth`: bytes by which merging gathers and reductions may raise the memory peak; None for the limit of bulk sites.
     """
     gathers, exchanges, reductions = _by_kind(graph)
-    count = merge_exchanges(graph, exchanges)
+    count = merge_exchanges(graph, [*gathers, *exchanges])
+    gathers, _, reductions = _by_kind(graph)
     limits = MergeLimits(graph, growth)
     return count + merge_gathers(graph, gathers, limits) + merge_reductions(graph, reductions, limits)
 

@@ -3,9 +3,10 @@
     k, v -> cat -> all_to_all -> wait -> slices -> cat -> all_to_all -> wait        forward
     k, v -> cat -> all_to_all -> wait -> slices -> cat -> all_to_all -> wait        backward, merged with those of forward
 
-torch's ring attention by all_to_alls sends keys and values in backward again. torch's partitioner merges equal nodes, but it
-sees the first steps only: forward spells a slice to the end `[n, 2**63 - 1]` and backward `[n, 2 n]`. The steps that it does
-not see depend on what a rank attends to, so that ranks would send other numbers of messages.
+torch's ring attention sends keys and values in backward again, by all_to_alls or by one all_gather. torch's partitioner merges
+equal nodes. Of all_to_alls it sees the first steps only: forward spells a slice to the end `[n, 2**63 - 1]` and backward
+`[n, 2 n]`. Since 2.15 it merges an all_gather and not its wait. What it does not merge depends on what a rank attends to, so
+that ranks would send other numbers of messages.
 
 Ranks must agree, and they hold other tensors. So no memory limit applies: results of forward live until backward has read
 them, as those of a ring that gathers do. In a checkpointed region they do not: backward runs the kept step again.
@@ -14,7 +15,7 @@ them, as those of a ring that gathers do. In a checkpointed region they do not: 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
@@ -31,15 +32,17 @@ from ...graph.aten import (
     storage_node,
     written_memory,
 )
-from ...graph.joint_graph import is_in_backward, region_of
+from ...graph.joint_graph import is_in_backward, needs_tangents, region_of
 from ...match.all_to_all import is_permute, split_args
 from ...match.collectives import Collective, Op
 from ..joint_decision import joint_decision, record_decision
 
 
 def merge_exchanges(graph: Graph, exchanges: Sequence[Collective]) -> int:
-    """Merge equal steps of rings among `exchanges` in place. Return how many were removed."""
+    """Merge equal steps of rings among `exchanges`, all_to_alls and all_gathers, in place. Return how many were removed."""
     steps = {c.wait: c for c in exchanges if _is_step(c)}
+    if not _repeats(graph, steps.values()):
+        return 0
     values = _Values(graph, {c.node for c in steps.values()})
     earlier: dict[Node, list[Collective]] = defaultdict(list)
     count = 0
@@ -57,24 +60,43 @@ def merge_exchanges(graph: Graph, exchanges: Sequence[Collective]) -> int:
     return count
 
 
-def has_equal_exchanges(exchanges: Sequence[Collective]) -> bool:
+def has_equal_exchanges(graph: Graph, exchanges: Sequence[Collective]) -> bool:
     """Return whether two of `exchanges` look like the same step of a ring."""
-    steps = [c for c in exchanges if _is_step(c)]
-    return len({(c.group, str(split_args(c)), shape_of(c.input), dtype_of(c.input)) for c in steps}) < len(steps)
+    return _repeats(graph, [c for c in exchanges if _is_step(c)])
+
+
+def _repeats(graph: Graph, steps: Iterable[Collective]) -> bool:
+    """Return whether a step looks like an earlier one. A gather of backward does only where it needs no gradient."""
+    seen, backward = set[tuple[object, ...]](), set[Node]()
+    for c in steps:
+        splits = str(split_args(c)) if c.op is Op.ALL_TO_ALL else ""
+        key = (c.op, c.group, splits, shape_of(c.input), dtype_of(c.input))
+        if key not in seen:
+            seen.add(key)
+        elif c.op is Op.ALL_TO_ALL:
+            return True
+        elif is_in_backward(c.node):
+            backward = backward or needs_tangents(graph)
+            if c.node not in backward:
+                return True
+    return False
 
 
 def _is_step(c: Collective) -> bool:
-    return c.op is Op.ALL_TO_ALL and c.wait is not None and c.group is not None and is_permute(c)
+    if c.wait is None or c.group is None:
+        return False
+    return c.op is Op.ALL_GATHER or (c.op is Op.ALL_TO_ALL and is_permute(c))
 
 
 def _may_replace(kept: Collective, repeated: Collective) -> bool:
     """Return whether the readers of `repeated` may be in the region of `kept`.
 
     Two steps of forward must be in one checkpointed region. A step of backward is in none. It may read one of forward that is
-    marked for recomputation: backward then runs that one again, which is what the user asked for.
+    marked for recomputation: backward then runs that one again, which is what the user asked for. Gathers of one region are
+    merged by merge_gathers.py, within a memory limit.
     """
     if region_of(kept.node) == region_of(repeated.node):
-        return True
+        return kept.op is Op.ALL_TO_ALL
     return is_in_backward(repeated.node) and not is_in_backward(kept.node) and "recompute" not in repeated.node.meta
 
 
