@@ -3,7 +3,8 @@
     eager        torch.compile is not used; collectives of NCCL (gloo on the CPU)
     inductor     torch.compile with its default backend (aot_eager on the CPU)
     ours, ...    our backend, with the options of that name
-    te_COMM      TransformerEngine's attention with cp_comm_type COMM, where it is installed: p2p, all_gather, a2a
+    te_COMM      TransformerEngine's attention with cp_comm_type COMM, where it is installed: p2p, all_gather, a2a. Only its
+                 norms are compiled
     compute      no exchange, compiled by Inductor
 
 The ring has the rotation of --rotation; ring.py has it on the CPU too.
@@ -61,16 +62,19 @@ def make(name: str, context: AttentionContext) -> ParallelVariant:
     world = context.world
     system, form = split_name(name)
     is_te = name in TRANSFORMER_ENGINE
+    stream = torch.cuda.Stream() if is_te else None
     mesh = init_device_mesh(world.device.type, (world.ranks,))
     torch.manual_seed(1)
     with torch.device(world.device):
         attentions = [
-            _transformer_engine(name.removeprefix("te_"), context)
-            if is_te
+            TransformerEngineAttention(context.sizes, name.removeprefix("te_"), world, context.is_causal, stream)
+            if stream is not None
             else ContextAttention(context.sizes, form, mesh, context.tokens // world.ranks, context.is_causal)
             for _ in range(context.layers)
         ]
         layers = [ContextLayer(context.sizes, attention).to(context.dtype) for attention in attentions]
+    for layer in layers if is_te else ():
+        layer.norm.compile()
     model: nn.Module = fresh_code(nn.Sequential(*layers))
     is_eager = is_te or system == EAGER
     arguments = {} if is_eager else backend(system, context.compiler, context.ours)
@@ -81,15 +85,11 @@ def make(name: str, context: AttentionContext) -> ParallelVariant:
     return ParallelVariant(name, model, call, x.requires_grad_(), grad).first_step(world)
 
 
-def _transformer_engine(comm: str, context: AttentionContext) -> nn.Module:
-    """Return TransformerEngine's attention with its own exchange. ImportError where it is not installed."""
-    return TransformerEngineAttention(context.sizes, comm, context.world, context.is_causal)
-
-
 class TransformerEngineAttention(nn.Module):
     """[1, S, D] -> the same, with the exchange inside transformer_engine.pytorch.DotProductAttention."""
 
-    def __init__(self, sizes: BlockSizes, comm: str, world: World, is_causal: bool) -> None:
+    def __init__(self, sizes: BlockSizes, comm: str, world: World, is_causal: bool, stream: torch.cuda.Stream) -> None:
+        """`stream`: of the exchanges of all layers. ImportError where TransformerEngine is not installed."""
         super().__init__()
         import transformer_engine.pytorch as te  # optional
 
@@ -100,7 +100,6 @@ class TransformerEngineAttention(nn.Module):
             sizes.heads, sizes.head_dim, num_gqa_groups=sizes.kv_heads, attention_dropout=0.0, qkv_format="bshd",
             attn_mask_type="causal" if is_causal else "no_mask",
         )  # fmt: skip
-        stream = torch.cuda.Stream()
         self.attention.set_context_parallel_group(dist.group.WORLD, list(range(world.ranks)), stream, comm)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.utils.checkpoint import checkpoint
 
@@ -44,6 +44,7 @@ def compare_forms(
     checkpointed: bool = False,
     kv_heads: int = 0,
     dtype: torch.dtype = torch.float32,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[float, list[Plan]]:
     """Return the largest difference from training on the whole sequence, and the plans of this rank.
 
@@ -51,9 +52,10 @@ def compare_forms(
     more than 2 ranks add them up: ours in the order of ranks, gloo in that of its ring. Nor have they where keys are repeated
     for several heads (`kv_heads`): those are added up first.
 
-    `rotation`: of torch's ring attention, with which `form` is "sdpa". `checkpointed`: backward computes each attention again.
+    `mesh`: the ranks of torch's ring, else all. `rotation`: of torch's ring attention, with which `form` is "sdpa".
+    `checkpointed`: backward computes each attention again.
     """
-    mesh = init_device_mesh(device, (world,))
+    mesh = mesh or init_device_mesh(device, (world,))
     sequence = torch.randn(BATCH, POSITIONS * world, WIDTH, generator=torch.Generator().manual_seed(5)).to(device, dtype)
     whole, model = (Net(f, causal, kv_heads=kv_heads).to(device, dtype) for f in ("whole", form))
     expected = train(whole, whole, sequence)

@@ -1,4 +1,5 @@
-"""A ring of the user's own, of repeated keys: rank 0 does not read the gradient that it receives."""
+"""Rings whose ranks disagree: one of the user's own, where rank 0 does not read the gradient that it receives, and torch's as
+it is traced."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import ub_overlap
+from tests.context_parallel.rank_attention import compare_forms
 from tests.models.compare import uncached
 from tests.runtime.rank_failures import attempt
 
@@ -57,3 +60,14 @@ def train(rank: int, world: int, options: dict[str, Any], merges: bool) -> dict[
     finally:
         ub_overlap.configure(merge_collectives=before)
     return {**outcome, "same": bool(found) and torch.equal(found[0], expected)}
+
+
+def not_merged(rank: int, world: int, options: dict[str, Any]) -> str:
+    """Return the error of torch's ring with a causal mask, in a group of its own. Backward exchanges keys and values again."""
+    before = ub_overlap.settings().merge_collectives
+    mesh = DeviceMesh.from_group(dist.new_group(list(range(world))), "cpu")
+    try:
+        ub_overlap.configure(merge_collectives=False)
+        return str(attempt(lambda: compare_forms(rank, world, "sdpa", options, "alltoall", False, True, mesh=mesh))["error"])
+    finally:
+        ub_overlap.configure(merge_collectives=before)

@@ -103,3 +103,9 @@ def test_a_ring_whose_ranks_read_other_gradients(pool2: RankPool, options: dict[
             assert found["error"] == "" and found["same"], found
     for found in pool2.run(rank_own_ring.train, options, True):
         assert found["error"] in ("PlanMismatchError", "ShapeMismatchError"), found
+
+
+def test_a_ring_that_is_not_merged(pool4: RankPool, options: dict[str, Any]) -> None:
+    """Without merged exchanges ranks send other numbers of messages where they skip steps. They say so instead of waiting."""
+    for error in pool4.run(rank_own_ring.not_merged, options):
+        assert error in ("PlanMismatchError", "ShapeMismatchError"), error
