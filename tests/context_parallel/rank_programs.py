@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import Any
 
 import torch
@@ -63,7 +64,9 @@ def compare_flex_attention(
         balancer = _HeadTailLoadBalancer(length, world, device) if load_balance else None
         parts = cp._context_parallel_shard(mesh, [sequence, *expected[:2]], [1] * 3, balancer)
         own = [_tensor(t).contiguous() for t in parts]
-        mask = cp._create_cp_block_mask(_is_causal, 1, 1, length, length, mesh, balancer)
+        make: Any = cp._create_cp_block_mask
+        block = {"BLOCK_SIZE": (128, 128)} if "BLOCK_SIZE" in inspect.signature(make).parameters else {}  # since torch 2.15
+        mask = make(_is_causal, 1, 1, length, length, device_mesh=mesh, load_balancer=balancer, **block)
     finally:
         cp._compiled_create_block_mask = before
     with uncached(), flex_gradients_on_cpu() if device == "cpu" else contextlib.nullcontext():
