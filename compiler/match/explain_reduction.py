@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ..graph.aten import PADS, SCALINGS, aten, element_effect, tensor_of
+from ..graph.aten import PADS, SCALINGS, Effect, aten, element_effect, tensor_of
 from ..graph.matmul import comes_from_matmul, is_matmul
 from ..plan.reasons import Reason
 from .site import Miss
@@ -26,12 +26,23 @@ def explain_no_term(root: Node) -> Miss:
         return Miss(Reason.SCALE_NOT_CONSTANT, f"{scaling.name} scales the matmul's result by a tensor")
     if near and root.target in (aten.permute.default, aten.transpose.int):
         return Miss(Reason.LAYOUT, f"{root.name} mixes the scattered dim with others")
+    if root.target in ADDS and (cast := next(filter(None, map(_find_cast, near)), None)) is not None:
+        return Miss(Reason.CAST_IN_BETWEEN, f"{cast.name} casts the matmul's result before {root.name} adds to it")
     if near and tensor_of(root) is not None:
         return Miss(Reason.NON_LINEAR, f"{root.name} ({root.target}) does not commute with the reduction")
     origin = root.target if root.op == "call_function" else root.op
     if root.op == "placeholder":
         origin = "an input of the graph: a matmul of another graph may compute it, before a graph break or DDPOptimizer's split"
     return Miss(Reason.NO_MATMUL, f"the reduced tensor comes from {root.name} ({origin})")
+
+
+def _find_cast(node: Node) -> Node | None:
+    """Return the cast through which the elements of `node` come, if any."""
+    while (effect := element_effect(node)) is not None:
+        if effect.kind is Effect.CAST:
+            return node
+        node = effect.source
+    return None
 
 
 def find_scaling(root: Node) -> Node | None:

@@ -238,6 +238,12 @@ def narrowed(m: Maker) -> Case:
     return scatter_of(m, lambda y: y.bfloat16())
 
 
+def summed_wider(m: Maker) -> Case:
+    """A gradient of the second microbatch under autocast: the product is widened and added to the first one."""
+    operands = (m.x(8 * m.world, 32).bfloat16(), m.x(32, 64).bfloat16(), m.x(8 * m.world, 64))
+    return (lambda x, w, before: m.scatter(before + (x @ w).float())), operands, FORCE
+
+
 def scaled(m: Maker) -> Case:
     return scatter_of(m, lambda y, s: y * s, m.x(64))
 
@@ -281,6 +287,7 @@ SITUATIONS: dict[Callable[[Maker], Case], Reason] = {
     broadcast: R.COLLECTIVE_UNSUPPORTED,
     all_to_all: R.NO_MATMUL,
     narrowed: R.CAST_IN_BETWEEN,
+    summed_wider: R.CAST_IN_BETWEEN,
     scaled: R.SCALE_NOT_CONSTANT,
     product_repeated: R.BROADCAST_SUM,
     taken: R.MATMUL_TAKEN,
