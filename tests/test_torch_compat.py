@@ -62,3 +62,18 @@ def test_factor_of_a_premultiplied_sum() -> None:
     assert _fsdp_compat.premul_factor(old(0.25) if old is not None else premul(0.25)) == 0.25
     assert _fsdp_compat.premul_factor(dist.ReduceOp.SUM) is None
     assert _fsdp_compat.premul_factor(dist.ReduceOp(dist.ReduceOp.AVG)) is None
+
+
+def number_of(x: torch.Tensor) -> int:
+    """As TorchScript it returns the number of the dtype."""
+    return x.dtype  # type: ignore[return-value]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_dtypes_of_numbers() -> None:
+    """Integers that a dispatcher passes for dtypes are read as torch numbers them, float8 too."""
+    number = torch.jit.script(number_of)
+    dtypes = [getattr(torch, name) for name in _torch_compat._SCALAR_TYPES.values()]
+    numbers = [number(torch.empty(0, dtype=dtype)) for dtype in dtypes]
+    assert all(isinstance(n, int) for n in numbers) and torch.float8_e4m3fn in dtypes
+    assert _torch_compat.dtypes([*numbers, torch.float16]) == [*dtypes, torch.float16]

@@ -7,7 +7,8 @@ its shard instead, and backward gathers again. That gather feeds the weight-grad
     memory_budget=0      shards
     memory_budget=B      gathered where it saves the most time per byte, until B is spent; shards otherwise
 
-Weights that are gathered in float8 have no match: a scaled matmul reads them as its right operand. They count all the same.
+What a float8 matmul reads of a gathered tensor counts too, also where the gather has no match: weights are its right operand.
+Backward gathers again and computes the casts again that follow the gather.
 """
 
 from __future__ import annotations
@@ -19,25 +20,24 @@ from torch.fx import Graph, Node
 from ..cost.policy import Policy
 from ..cost.regather import regather_us
 from ..cost.site_sizes import Hints, hints_of
-from ..graph.aten import dtype_of, element_effect, shape_of, storage_node
+from ..graph.aten import dtype_of, is_mutable, is_random, shape_of, storage_node, tensor_of
 from ..graph.joint_graph import FIRST_REGION, LAST_REGION, RECOMPUTED, mark_recomputed, needs_tangents
 from ..graph.matmul import Matmul, as_matmul, is_matmul
 from ..graph.sizes import evaluate_size, numel
 from ..match import Candidate, Gather, find_candidates
-from ..match.collectives import Collective, Op
+from ..match.collectives import Collective, Op, is_collective
 from ..options import Options
 from ..plan.decision import SavedActivation
-from ..plan.reasons import Reason
 from .joint_decision import record_decision
-
-_LAYOUT_COPY = "ub_overlap.fp8_layout_copy.default"
 
 
 @dataclass(frozen=True, slots=True)
 class _Weighed:
     collective: Collective
     nodes: tuple[Node, ...]
-    """Nodes to mark for recomputation: those of the forward that carry gathered elements."""
+    """Nodes to mark for recomputation: those of the forward that carry gathered elements, or are computed from them alone."""
+    is_checkpointed: bool
+    """Whether the user's program says if backward gathers again."""
     kept: SavedActivation
 
 
@@ -56,7 +56,7 @@ def apply_save_policy(graph: Graph, options: Options, policy: Policy) -> int:
         whole: set[int] = set()
     else:
         # A region that the user checkpoints is not kept, so it does not count.
-        weighed = [w for w in weighed if not any(map(_is_checkpointed, w.nodes))]
+        weighed = [w for w in weighed if not w.is_checkpointed]
         whole = _within([w.kept for w in weighed], options.memory_budget)
     for i, w in enumerate(weighed):
         kept = w.kept if i in whole else replace(w.kept, keeps="shard")
@@ -90,25 +90,47 @@ def _weigh(
 ) -> _Weighed | None:
     """Return the cost of gathering again; None unless it is a gather of the forward that backward reads."""
     c, match = candidate.collective, candidate.match
-    if c.node in backward:
+    if c.op is not Op.ALL_GATHER or c.node in backward:
         return None
-    if isinstance(match, Gather):
-        holders = [c.node, *match.aliases, *match.cuts]
-    elif _is_float8_weight(candidate):
-        holders = _holders(c)
-    else:
-        return None
-    nodes = tuple(n for n in holders if n not in backward)
+    if not isinstance(match, Gather):
+        return _weigh_float8(c, backward, options, policy, hints)
+    nodes = tuple(n for n in (c.node, *match.aliases, *match.cuts) if n not in backward)
     if not any(u in backward for n in nodes for u in n.users):
         return None
+    again = _consumed_in_backward(match, backward)
+    forward = [k.operand.node for k in match.consumers if k.compute.node not in backward]
     profile = policy.profile(c.ranks, c.node.meta["val"].device.type)
-    again, independent = None, tuple[Matmul, ...]()
-    if isinstance(match, Gather):
-        again = _consumed_in_backward(match, backward)
-        forward = [k.operand.node for k in match.consumers if k.compute.node not in backward]
-        independent = () if policy.independent_matmuls == "off" else input_gradients.of(forward)
+    independent = () if policy.independent_matmuls == "off" else input_gradients.of(forward)
     us = regather_us(c, again, independent, profile, hints, options.overlap != "off")
-    return _Weighed(c, nodes, SavedActivation("gathered", _bytes(c.node, hints), _bytes(c.input, hints), round(us, 2)))
+    kept = SavedActivation("gathered", _bytes(c.node, hints), _bytes(c.input, hints), round(us, 2))
+    return _Weighed(c, nodes, any(map(_is_checkpointed, nodes)), kept)
+
+
+def _weigh_float8(c: Collective, backward: set[Node], options: Options, policy: Policy, hints: Hints) -> _Weighed | None:
+    """Return the same for a gather whose elements, or their casts, a float8 matmul of backward reads."""
+    nodes = _computed_from(c, backward)
+    saved = {storage_node(n) for n in nodes if any(u in backward for u in n.users)}
+    matmuls = [as_matmul(u) for n in nodes for u in n.users if is_matmul(u)]
+    if not saved or not any(p is not None and p.scales is not None for p in matmuls):
+        return None
+    profile = policy.profile(c.ranks, c.node.meta["val"].device.type)
+    us = regather_us(c, None, (), profile, hints, options.overlap != "off")
+    kept = SavedActivation("gathered", sum(_bytes(n, hints) for n in saved), _bytes(c.input, hints), round(us, 2))
+    return _Weighed(c, nodes, _is_checkpointed(c.node), kept)
+
+
+def _computed_from(c: Collective, backward: set[Node]) -> tuple[Node, ...]:
+    """Return the gather and the nodes of forward that are computed from it alone, up to matmuls and other collectives."""
+    found = [c.node]
+    for node in found:
+        found += [u for u in node.users if u not in found and u not in backward and _follows(u, found)]
+    return tuple(found)
+
+
+def _follows(node: Node, found: list[Node]) -> bool:
+    """Return whether `node` is a tensor that backward can compute again from `found` alone. Sizes are not computed again."""
+    stops = is_matmul(node) or is_mutable(node) or is_random(node) or is_collective(node)
+    return tensor_of(node) is not None and not stops and all(i in found for i in node.all_input_nodes)
 
 
 def _consumed_in_backward(match: Gather, backward: set[Node]) -> Gather | None:
@@ -117,21 +139,6 @@ def _consumed_in_backward(match: Gather, backward: set[Node]) -> Gather | None:
     taken = {k.compute.node for k in consumers} | set(match.aliases) | set(match.cuts)
     kept_aliases = tuple(h for h in match.aliases if any(u in backward and u not in taken for u in h.users))
     return replace(match, consumers=consumers, kept_aliases=kept_aliases) if consumers else None
-
-
-def _is_float8_weight(candidate: Candidate) -> bool:
-    """Return whether scaled matmuls read what is gathered, in a form that has no site."""
-    miss = candidate.miss
-    return candidate.collective.op is Op.ALL_GATHER and miss is not None and miss.reason is Reason.SCALED_FORM
-
-
-def _holders(c: Collective) -> list[Node]:
-    """Return the gather and all nodes that hold its elements, also in another layout."""
-    found = [c.node]
-    for node in found:
-        passes_on = [u for u in node.users if u is c.wait or element_effect(u) or str(u.target) == _LAYOUT_COPY]
-        found += [u for u in passes_on if u not in found]
-    return found
 
 
 class _InputGradients:

@@ -26,8 +26,9 @@ def explain_no_term(root: Node) -> Miss:
         return Miss(Reason.SCALE_NOT_CONSTANT, f"{scaling.name} scales the matmul's result by a tensor")
     if near and root.target in (aten.permute.default, aten.transpose.int):
         return Miss(Reason.LAYOUT, f"{root.name} mixes the scattered dim with others")
-    if root.target in ADDS and (cast := next(filter(None, map(_find_cast, near)), None)) is not None:
-        return Miss(Reason.CAST_IN_BETWEEN, f"{cast.name} casts the matmul's result before {root.name} adds to it")
+    is_sum = root.target in (*ADDS, *SUBTRACTIONS) and len(root.all_input_nodes) == 2
+    if is_sum and (cast := next(filter(None, map(_find_cast, near)), None)) is not None:
+        return Miss(Reason.CAST_IN_BETWEEN, f"{cast.name} casts the matmul's result, a summand of {root.name}")
     if near and tensor_of(root) is not None:
         return Miss(Reason.NON_LINEAR, f"{root.name} ({root.target}) does not commute with the reduction")
     origin = root.target if root.op == "call_function" else root.op

@@ -72,7 +72,6 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "get_carveout": ("torch._C:_get_sm_carveout_experimental",),
     "set_carveout": ("torch._C:_set_sm_carveout_experimental",),
     "_StorageWeakRef": ("torch.multiprocessing.reductions:StorageWeakRef",),
-    "_dtypes_of_numbers": ("torch.distributed._symmetric_memory:_maybe_convert_scalar_types_to_dtypes",),
     "new_fake_group": ("torch.testing._internal.distributed.fake_pg:_create_fake_pg",),
     "new_named_group": ("torch.distributed.distributed_c10d:_new_process_group_helper",),
     "c10d_world": ("torch.distributed.distributed_c10d:_world",),
@@ -392,9 +391,19 @@ def weak_storage(tensor: Any) -> Any:
     return __getattr__("_StorageWeakRef")(tensor.untyped_storage())
 
 
+_SCALAR_TYPES = {
+    0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64", 11: "bool",
+    15: "bfloat16", 23: "float8_e5m2", 24: "float8_e4m3fn", 25: "float8_e5m2fnuz", 26: "float8_e4m3fnuz",
+}  # fmt: skip
+"""Names of dtypes by the numbers of c10/core/ScalarType.h. torch's own table, in torch.distributed._symmetric_memory (2.11 to
+2.15), has other numbers for float8."""
+
+
 def dtypes(given: Any) -> list[Any]:
     """Return the dtypes of a ScalarType[] argument of a Python kernel: some dispatcher paths pass them as integers."""
-    return list(given) if not any(isinstance(value, int) for value in given) else __getattr__("_dtypes_of_numbers")(given)
+    import torch
+
+    return [getattr(torch, _SCALAR_TYPES[value]) if isinstance(value, int) else value for value in given]
 
 
 def device_types(group: Any) -> list[str]:

@@ -200,23 +200,54 @@ def gathered(d: Dag, k: Node, v: Node) -> Node:
     return d.call(aten.neg.default, d.call(c10d.wait_tensor.default, gather))
 
 
-MERGED_GATHERS = ("forward, backward", "a checkpoint, its backward")
-
-
-@pytest.mark.parametrize("name", REGIONS)
-def test_gathers_that_backward_repeats(name: str) -> None:
-    """Of equal values, not of one tensor. In one region they stay: there a limit of memory applies."""
-    first, second, _ = REGIONS[name]
-    merged = int(name in MERGED_GATHERS)
+def gathered_twice(*metas: dict[str, Any], joint: bool = True) -> tuple[Graph, list[Node]]:
+    """Return a graph with equal gathers of these regions, a gradient in front of the last of them, and the gathers."""
     d = Dag(4)
     k, v = d.input("k", ROWS // 2), d.input("v", ROWS // 2)
-    graph = d.output(gathered(d, k, v), gathered(d, k, v))
+    results = [gathered(d, k, v) for _ in metas[1:]]
+    results.append(d.call(aten.neg.default, d.input("tangents_1" if joint else "y", ROWS)))
+    graph = d.output(*results, gathered(d, k, v))
     gathers = [c.node for c in find_collectives(graph)]
-    for node, meta in zip(gathers, (first, second), strict=True):
+    for node, meta in zip(gathers, metas, strict=True):
         node.meta |= meta
-    assert merge_collectives(graph) == merged
+    return graph, gathers
+
+
+def are_left(graph: Graph, gathers: list[Node], *numbers: int) -> None:
+    """Merge, and check that the gathers of these numbers are left."""
+    assert merge_collectives(graph) == len(gathers) - len(numbers)
     graph.lint()
-    assert [c.node for c in find_collectives(graph)] == gathers[: 2 - merged]
+    assert [c.node for c in find_collectives(graph)] == [gathers[i] for i in numbers]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "merged"),
+    [
+        (FORWARD, BACKWARD, True),
+        (FORWARD | AGAIN | {"ac_graph_id": 1}, BACKWARD, True),
+        (FORWARD, {}, True),  # of a user's autograd function
+        (FORWARD, FORWARD, False),
+        (FORWARD, BACKWARD | AGAIN, False),
+        (FORWARD, FORWARD | AGAIN | {"ac_graph_id": 1}, False),
+    ],
+)
+def test_gathers_that_backward_repeats(first: dict[str, Any], second: dict[str, Any], merged: bool) -> None:
+    """They gather equal values, from other tensors."""
+    graph, gathers = gathered_twice(first, second)
+    assert may_merge(graph) or not merged
+    are_left(graph, gathers, *([0] if merged else [0, 1]))
+
+
+def test_gathers_of_one_half_stay() -> None:
+    """Where backward repeats a gather too, two of forward stay: a memory limit would apply to them."""
+    are_left(*gathered_twice(FORWARD, FORWARD, BACKWARD), 0, 1)
+
+
+def test_a_whole_step_gathers_again() -> None:
+    """It has no tangents and no partitioner: backward gathers again because the user wants it to."""
+    graph, gathers = gathered_twice(FORWARD, BACKWARD, joint=False)
+    assert not may_merge(graph)
+    are_left(graph, gathers, 0, 1)
 
 
 def test_a_gather_of_gradients() -> None:

@@ -5,8 +5,11 @@
 
 torch's ring attention sends keys and values in backward again, by all_to_alls or by one all_gather. torch's partitioner merges
 equal nodes. Of all_to_alls it sees the first steps only: forward spells a slice to the end `[n, 2**63 - 1]` and backward
-`[n, 2 n]`. Since 2.15 it merges an all_gather and not its wait. What it does not merge depends on what a rank attends to, so
-that ranks would send other numbers of messages.
+`[n, 2 n]`. Up to 2.13 it merges every gather that backward repeats, with its wait; in 2.15 without the wait, so that nothing
+overlaps it. What it does not merge depends on what a rank attends to, and ranks would send other numbers of messages.
+
+Gathers are merged in joint graphs only, as the partitioner did. A graph of a whole step has no partitioner: what backward
+gathers again there, the user wants gathered again.
 
 Ranks must agree, and they hold other tensors. So no memory limit applies: results of forward live until backward has read
 them, as those of a ring that gathers do. In a checkpointed region they do not: backward runs the kept step again.
@@ -15,7 +18,7 @@ them, as those of a ring that gathers do. In a checkpointed region they do not: 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
@@ -39,19 +42,19 @@ from ..joint_decision import joint_decision, record_decision
 
 
 def merge_exchanges(graph: Graph, exchanges: Sequence[Collective]) -> int:
-    """Merge equal steps of rings among `exchanges`, all_to_alls and all_gathers, in place. Return how many were removed."""
-    steps = {c.wait: c for c in exchanges if _is_step(c)}
-    if not _repeats(graph, steps.values()):
-        return 0
+    """Merge equal steps of rings among `exchanges`, and gathers that backward repeats. Return how many were removed."""
+    again = _gathered_again(graph, exchanges)
+    steps = {c.wait: c for c in exchanges if _is_step(c) or c.node in again}
     values = _Values(graph, {c.node for c in steps.values()})
     earlier: dict[Node, list[Collective]] = defaultdict(list)
     count = 0
-    for node in list(graph.nodes):
+    for node in list(graph.nodes) if steps else ():
         first = values.first_equal(node)
         if node not in steps:
             continue
         c = steps[node]
-        kept = next((k for k in earlier[first] if _may_replace(k, c) and not values.is_returned(k.node, c.node)), None)
+        may_replace = _may_replace if _is_step(c) else _may_replace_gather
+        kept = next((k for k in earlier[first] if may_replace(k, c, again) and not values.is_returned(k.node, c.node)), None)
         if kept is None:
             earlier[first].append(c)
             continue
@@ -61,43 +64,58 @@ def merge_exchanges(graph: Graph, exchanges: Sequence[Collective]) -> int:
 
 
 def has_equal_exchanges(graph: Graph, exchanges: Sequence[Collective]) -> bool:
-    """Return whether two of `exchanges` look like the same step of a ring."""
-    return _repeats(graph, [c for c in exchanges if _is_step(c)])
+    """Return whether two of `exchanges` look like the same step of a ring, or like a gather that backward repeats."""
+    steps = [c for c in exchanges if _is_step(c)]
+    return len({(str(split_args(c)), *_key(c)) for c in steps}) < len(steps) or bool(_gathered_again(graph, exchanges))
 
 
-def _repeats(graph: Graph, steps: Iterable[Collective]) -> bool:
-    """Return whether a step looks like an earlier one. A gather of backward does only where it needs no gradient."""
-    seen, backward = set[tuple[object, ...]](), set[Node]()
-    for c in steps:
-        splits = str(split_args(c)) if c.op is Op.ALL_TO_ALL else ""
-        key = (c.op, c.group, splits, shape_of(c.input), dtype_of(c.input))
-        if key not in seen:
-            seen.add(key)
-        elif c.op is Op.ALL_TO_ALL:
-            return True
-        elif is_in_backward(c.node):
-            backward = backward or needs_tangents(graph)
-            if c.node not in backward:
-                return True
-    return False
+def _key(c: Collective) -> tuple[object, ...]:
+    return c.group, shape_of(c.input), dtype_of(c.input)
+
+
+def _gathered_again(graph: Graph, collectives: Sequence[Collective]) -> dict[Node, bool]:
+    """Return the gathers of a joint graph that look alike in forward and backward, and whether backward runs each.
+
+    Those of backward need no gradient. An op of a user's autograd function has no tag: behind the first node that needs a
+    gradient it is in backward.
+    """
+    alike: dict[tuple[object, ...], list[Node]] = defaultdict(list)
+    for c in collectives:
+        if c.op is Op.ALL_GATHER:
+            alike[_key(c)].append(c.node)
+    if not any(len(nodes) > 1 for nodes in alike.values()):
+        return {}
+    tangents = needs_tangents(graph)
+    first = next((n for n in graph.nodes if n in tangents and n.op != "placeholder"), None)
+    if first is None:
+        return {}
+    found: dict[Node, bool] = {}
+    for nodes in alike.values():
+        known = [n for n in nodes if n not in tangents]
+        again = {n: is_in_backward(n) or ("partitioner_tag" not in n.meta and n > first) for n in known}
+        if any(again.values()) and not all(again.values()):
+            found |= again
+    return found
 
 
 def _is_step(c: Collective) -> bool:
-    if c.wait is None or c.group is None:
-        return False
-    return c.op is Op.ALL_GATHER or (c.op is Op.ALL_TO_ALL and is_permute(c))
+    return c.op is Op.ALL_TO_ALL and c.wait is not None and c.group is not None and is_permute(c)
 
 
-def _may_replace(kept: Collective, repeated: Collective) -> bool:
+def _may_replace(kept: Collective, repeated: Collective, _: dict[Node, bool]) -> bool:
     """Return whether the readers of `repeated` may be in the region of `kept`.
 
     Two steps of forward must be in one checkpointed region. A step of backward is in none. It may read one of forward that is
-    marked for recomputation: backward then runs that one again, which is what the user asked for. Gathers of one region are
-    merged by merge_gathers.py, within a memory limit.
+    marked for recomputation: backward then runs that one again, which is what the user asked for.
     """
     if region_of(kept.node) == region_of(repeated.node):
-        return kept.op is Op.ALL_TO_ALL
+        return True
     return is_in_backward(repeated.node) and not is_in_backward(kept.node) and "recompute" not in repeated.node.meta
+
+
+def _may_replace_gather(kept: Collective, repeated: Collective, again: dict[Node, bool]) -> bool:
+    """Return the same for gathers, of forward and of backward. merge_gathers.py merges others, within a memory limit."""
+    return again[repeated.node] and not again[kept.node] and "recompute" not in repeated.node.meta
 
 
 def _replace(graph: Graph, repeated: Collective, kept: Collective) -> None:
