@@ -29,6 +29,8 @@ def register_lowerings() -> None:
     for definition in ops.DEFINITIONS.values():
         if definition.flat_overload is not None:
             use_flat_results(definition.overload, definition.flat_overload)
+    for definition in ops.DEFINITIONS.values():
+        fix_listed_strides(definition.overload)
 
 
 def _never_reuse(op: Any) -> None:
@@ -164,3 +166,34 @@ def use_flat_results(op: Any, flat: Any) -> None:
         return (*results[:singles], results[singles:])
 
     compat.__getattr__("register_lowering")(op, type_promotion_kind=None)(lower)
+
+
+def fix_listed_strides(op: Any) -> None:
+    """Let Inductor keep the order of strides that tensors in list arguments of `op` were traced with.
+
+    torch 2.11 keeps it for single tensors only, whatever the op's tag says. A transposed copy that an op reads from a list
+    could become a view: float8 matmuls refuse that.
+    """
+    if compat.keeps_listed_strides() or not any("List[Tensor]" in repr(a.real_type) for a in op._schema.arguments):
+        return
+    lower = compat.__getattr__("lowerings").get(op) or compat.__getattr__("fallback_handler")(op)
+    virtualized, order_of = compat.__getattr__("inductor_virtualized"), compat.__getattr__("get_stride_order")
+
+    def fixed(argument: Any, traced: Any) -> Any:
+        if not isinstance(argument, list | tuple) or not isinstance(traced, list | tuple):
+            return argument
+        return [_in_order(a, t, order_of) if isinstance(t, torch.fx.Node) else a for a, t in zip(argument, traced, strict=True)]
+
+    def lower_fixed(*args: Any, **kwargs: Any) -> Any:
+        node = virtualized.graph.current_node
+        own = [fixed(a, t) for a, t in zip(args, node.args, strict=True)]
+        return lower(*own, **{name: fixed(a, node.kwargs[name]) for name, a in kwargs.items()})
+
+    compat.__getattr__("register_lowering")(op, type_promotion_kind=None)(lower_fixed)
+
+
+def _in_order(argument: Any, traced: torch.fx.Node, order_of: Any) -> Any:
+    value = traced.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return argument
+    return compat.__getattr__("extern_kernel_ir").require_stride_order(argument, order_of(value.stride()))

@@ -59,6 +59,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "lowerings": ("torch._inductor.lowering:lowerings",),
     "min_cut_rematerialization_partition": ("torch._functorch.partitioners:min_cut_rematerialization_partition",),
     "register_lowering": ("torch._inductor.lowering:register_lowering",),
+    "get_stride_order": ("torch._inductor.ir:get_stride_order",),
     "stable_topological_sort": ("torch._inductor.pattern_matcher:stable_topological_sort",),
     "trace_structured": ("torch._logging:trace_structured",),
     "tree_leaves": ("torch.utils._pytree:tree_leaves",),
@@ -404,6 +405,13 @@ def dtypes(given: Any) -> list[Any]:
     import torch
 
     return [getattr(torch, _SCALAR_TYPES[value]) if isinstance(value, int) else value for value in given]
+
+
+def keeps_listed_strides() -> bool:
+    """Return whether Inductor keeps the order of strides of tensors in list arguments, which torch 2.11 does not."""
+    import torch
+
+    return torch.__version__.split(".")[:2] not in (["2", "11"], ["2", "12"])
 
 
 def device_types(group: Any) -> list[str]:
