@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from ub_overlap import _torch_compat as compat
 
 from .aten import aten, shape_of
-from .joint_graph import AUTOGRAD_BACKWARD, RECOMPUTED
+from .joint_graph import AUTOGRAD_BACKWARD, CHECKPOINT_KEYS
 from .matmul import Operand
 from .sizes import Size, as_sizes, is_same, is_same_shape, numel
 
@@ -49,7 +49,7 @@ class Emitter:
         self._replaced = replaced
         self._meta = {k: origin.meta[k] for k in _COPIED_META if k in origin.meta} | ({SITE: site} if site else {})
         if compat.is_computed_again(origin.meta.get("recompute")):  # the replacement is in its checkpoint region too
-            self._meta |= {k: origin.meta[k] for k in ("recompute", "ac_graph_id", RECOMPUTED) if k in origin.meta}
+            self._meta |= {k: origin.meta[k] for k in CHECKPOINT_KEYS if k in origin.meta}
         self._mode = compat.fake_mode_of(origin.meta["val"])
 
     @property

@@ -66,10 +66,12 @@ def first_of_backward(graph: Graph) -> Node | None:
 
 RECOMPUTED = "ub_overlap_recomputed"
 """Key of node.meta: the region in which `mark_recomputed` marked the node."""
+CHECKPOINT_KEYS = ("recompute", "ac_graph_id", RECOMPUTED)
+"""Keys of node.meta that put a node into a checkpoint region. Without RECOMPUTED a copy would look as if the user had
+checkpointed it."""
 _REGION_KEYS = ("partitioner_tag", "recompute", "ac_graph_id", HALF)
-_COPIED_KEYS = (*_REGION_KEYS, RECOMPUTED, AUTOGRAD_BACKWARD)
-"""Passes of the user repeat nodes of forward in backward without autograd's mark: these are in its region too. A copy has the
-mark of `mark_recomputed` with it: without, it would look as if the user had checkpointed it."""
+_COPIED_KEYS = ("partitioner_tag", *CHECKPOINT_KEYS, HALF, AUTOGRAD_BACKWARD)
+"""Passes of the user repeat nodes of forward in backward without autograd's mark: these are in its region too."""
 
 
 def region_of(node: Node) -> tuple[object, ...]:

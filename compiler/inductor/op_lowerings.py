@@ -29,7 +29,6 @@ def register_lowerings() -> None:
     for definition in ops.DEFINITIONS.values():
         if definition.flat_overload is not None:
             use_flat_results(definition.overload, definition.flat_overload)
-    for definition in ops.DEFINITIONS.values():
         fix_listed_strides(definition.overload)
 
 

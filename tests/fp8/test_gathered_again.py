@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.fp8.rank_fp8 import NO_ROWS, Run, float8
 from tests.harness.ranks import RankPool
+from tests.models.compare import error
 from ub_overlap.compiler.plan.decision import Decision
 
 LAYERS, WIDTH = 2, 64
@@ -31,10 +31,6 @@ def kept_weights(run: Run) -> tuple[int, int]:
     return sizes.count(2 * SHARD), sizes.count(SHARD)
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
 @pytest.mark.parametrize(("recipe", "bound"), [("tensorwise", 0.0), ("delayed", 1e-3)])
 def test_a_budget_of_float8_weights(pool2: RankPool, recipe: str, bound: float) -> None:
     """With 0 backward gathers all weights again, as float8 and next to its matmuls; with half of their bytes, half of them."""
@@ -44,7 +40,7 @@ def test_a_budget_of_float8_weights(pool2: RankPool, recipe: str, bound: float) 
             assert kept_weights(run) == (WEIGHTS - again, again), run.saved
             assert [(str(d.strategy), d.bytes) for d in gathers(run, "backward")] == [("split", SHARD)] * again
             assert len(gathers(run, "forward")) == WEIGHTS
-            assert all(difference(run.values[name], value) <= bound for name, value in whole.values.items())
+            assert all(error(run.values[name], value, name) <= bound for name, value in whole.values.items())
         for run, shards in ((half, WEIGHTS // 2), (none, WEIGHTS)):
             kept = [d.kept for d in gathers(run, "forward") if d.kept is not None]
             assert len(kept) == WEIGHTS and sum(k.keeps == "shard" for k in kept) == shards

@@ -23,7 +23,7 @@ from ...cost.site_sizes import Hints, hints_of
 from ...graph.aten import CUTS, Effect, aten, c10d, dtype_of, element_effect, readers, shape_of, tensor_of
 from ...graph.emitter import Emitter
 from ...graph.erase import erase_unread
-from ...graph.joint_graph import needs_tangents
+from ...graph.joint_graph import CHECKPOINT_KEYS, needs_tangents
 from ...graph.sizes import is_same, is_same_shape
 from ..operand_layout import emit_contiguous_scales
 from ..provenance import element_source
@@ -70,7 +70,7 @@ def _fold(graph: Graph, matmul: Node, scaled: _ScaledResult, inputs: Sequence[No
         e = Emitter(graph, matmul, {}, inputs=inputs)
         scales = [emit_contiguous_scales(e, n, shape_of(n)) for n in (scaled.row_scales, scaled.column_scales)]
         folded = e.call(matmul.target, *matmul.args[:2], *scales, *matmul.args[4:], **matmul.kwargs)
-    folded.meta |= {k: matmul.meta[k] for k in ("recompute", "ac_graph_id") if k in matmul.meta}
+    folded.meta |= {k: matmul.meta[k] for k in CHECKPOINT_KEYS if k in matmul.meta}
     result.replace_all_uses_with(folded)
     multiplied = result.all_input_nodes[0]
     erase_unread(graph, (result, multiplied, *multiplied.all_input_nodes))

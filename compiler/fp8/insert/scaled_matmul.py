@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 
 from ...graph.aten import aten, dtype_of, shape_of
 from ...graph.emitter import Emitter
+from ...graph.joint_graph import CHECKPOINT_KEYS
 from ...graph.matmul import Matmul, Operand
 from ...joint.joint_decision import record_decision
 from ...plan.decision import CastDecision
@@ -47,7 +48,7 @@ def emit_scaled_matmul(matmul: Matmul, values: QuantizedValues, per_row: bool, d
         result = e.call(aten._scaled_mm.default, a, b, a_scale, b_scale, bias, None, result_dtype, is_forward)
         record_decision(result, cast=decision)
         # Saved for backward where the program saves the matmul.
-        result.meta |= {k: node.meta[k] for k in ("recompute", "ac_graph_id") if k in node.meta}
+        result.meta |= {k: node.meta[k] for k in CHECKPOINT_KEYS if k in node.meta}
         result = e.cast(result, dtype)
         if matmul.bias is not None and bias is None:
             result = e.call(aten.add.Tensor, result, matmul.bias)

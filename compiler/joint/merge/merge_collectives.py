@@ -24,7 +24,8 @@ def merge_collectives(graph: Graph, growth: int | None = None) -> int:
     """
     gathers, exchanges, reductions = _by_kind(graph)
     count = merge_exchanges(graph, [*gathers, *exchanges])
-    gathers, _, reductions = _by_kind(graph)
+    if count:
+        gathers, _, reductions = _by_kind(graph)
     limits = MergeLimits(graph, growth)
     return count + merge_gathers(graph, gathers, limits) + merge_reductions(graph, reductions, limits)
 

@@ -45,16 +45,17 @@ def merge_exchanges(graph: Graph, exchanges: Sequence[Collective]) -> int:
     """Merge equal steps of rings among `exchanges`, and gathers that backward repeats. Return how many were removed."""
     again = _gathered_again(graph, exchanges)
     steps = {c.wait: c for c in exchanges if _is_step(c) or c.node in again}
+    if not steps:
+        return 0
     values = _Values(graph, {c.node for c in steps.values()})
     earlier: dict[Node, list[Collective]] = defaultdict(list)
     count = 0
-    for node in list(graph.nodes) if steps else ():
+    for node in list(graph.nodes):
         first = values.first_equal(node)
         if node not in steps:
             continue
         c = steps[node]
-        may_replace = _may_replace if _is_step(c) else _may_replace_gather
-        kept = next((k for k in earlier[first] if may_replace(k, c, again) and not values.is_returned(k.node, c.node)), None)
+        kept = next((k for k in earlier[first] if _may_replace(k, c, again) and not values.is_returned(k.node, c.node)), None)
         if kept is None:
             earlier[first].append(c)
             continue
@@ -102,20 +103,18 @@ def _is_step(c: Collective) -> bool:
     return c.op is Op.ALL_TO_ALL and c.wait is not None and c.group is not None and is_permute(c)
 
 
-def _may_replace(kept: Collective, repeated: Collective, _: dict[Node, bool]) -> bool:
+def _may_replace(kept: Collective, repeated: Collective, again: dict[Node, bool]) -> bool:
     """Return whether the readers of `repeated` may be in the region of `kept`.
 
     Two steps of forward must be in one checkpointed region. A step of backward is in none. It may read one of forward that is
-    marked for recomputation: backward then runs that one again, which is what the user asked for.
+    marked for recomputation: backward then runs that one again, which is what the user asked for. Gathers of one half are
+    merged by merge_gathers.py, within a memory limit.
     """
+    if repeated.node in again:
+        return again[repeated.node] and not again[kept.node] and "recompute" not in repeated.node.meta
     if region_of(kept.node) == region_of(repeated.node):
         return True
     return is_in_backward(repeated.node) and not is_in_backward(kept.node) and "recompute" not in repeated.node.meta
-
-
-def _may_replace_gather(kept: Collective, repeated: Collective, again: dict[Node, bool]) -> bool:
-    """Return the same for gathers, of forward and of backward. merge_gathers.py merges others, within a memory limit."""
-    return again[repeated.node] and not again[kept.node] and "recompute" not in repeated.node.meta
 
 
 def _replace(graph: Graph, repeated: Collective, kept: Collective) -> None:
