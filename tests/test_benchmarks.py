@@ -190,6 +190,21 @@ def test_wrong_numbers_get_no_time(pool2: RankPool) -> None:
         assert "wrong numbers" in row["why"]["ours stale"] and "wrong numbers" in row["why"]["ours nan"]
 
 
+def reason(rank: int, world: int) -> str:
+    """Return why a variant has no times that Dynamo refused on the last rank."""
+    here = World(rank, world, torch.device("cpu"), "0", dist.new_group(backend="gloo"))
+
+    def refused() -> None:
+        if rank == world - 1:
+            raise RuntimeError("backend='ub_overlap' raised:\nOptionError: fp8: got 1\n\nSet TORCHDYNAMO_VERBOSE=1")
+
+    return here.agreed(refused)[1]
+
+
+def test_a_reason_says_what_was_raised(pool2: RankPool) -> None:
+    assert pool2.run(reason) == 2 * ["rank 1: RuntimeError: backend='ub_overlap' raised: OptionError: fp8: got 1"]
+
+
 def stored(**ms: float) -> dict[str, Any]:
     """Return a row of a CUDA run, as stored."""
     times = {

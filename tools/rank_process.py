@@ -90,8 +90,7 @@ class World(RankProcess):
             value = body()
             self.sync()
         except Exception as caught:  # noqa: BLE001  any failure is a reason
-            first = (str(caught).splitlines() or [""])[0]
-            error = f"rank {self.rank}: {type(caught).__name__}: {first}"[:300]
+            error = f"rank {self.rank}: {type(caught).__name__}: {_summary(caught)}"[:300]
         errors = [text for text in self.gather(error) if text]
         return (None, errors[0]) if errors else (value, "")
 
@@ -99,6 +98,16 @@ class World(RankProcess):
         """Make another group of all ranks and return its name. Collective."""
         group: Any = dist.new_group(backend="nccl" if self.cuda else "gloo")
         return str(group.group_name)
+
+
+def _summary(error: Exception) -> str:
+    """Return the first line of an error's message. A line that ends with a colon takes the next one too.
+
+    Dynamo's begin with "backend='ub_overlap' raised:".
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    count = next((i for i, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
+    return " ".join(lines[:count])
 
 
 def capture_graph(call: Callable[[], Any], world: RankProcess, warm: int = 3) -> tuple[Callable[[], Any], Any]:

@@ -29,6 +29,7 @@ from ub_overlap import _torch_compat as compat
 from ub_overlap.tools.rank_process import Deadline, World
 
 from .. import facts
+from ..bounds import gradient_bound
 from ..mirror import PROCESSES, note
 from ..mirror.group import MirrorGroups
 from ..ranks import begin, end
@@ -40,13 +41,6 @@ from .model import MODELS, SIZES
 from .profile import write_profile
 from .table import BASELINES, NO_COMMUNICATION, text
 from .variants import TRANSFORMER_ENGINE, BlockContext, BlockVariant, differences, make
-
-BOUND = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
-"""Largest allowed difference from inductor, ||a - b|| / ||b||, in any gradient."""
-FP8_BOUND = 0.2
-"""The same for linears in float8. An e5m2 element has a relative error of 0.047 (root mean square: steps of 1/4 to 1/8),
-an e4m3 element half of that. The first weight's gradient follows eight products of two operands each, forward and backward:
-sqrt(8 * 2) * 0.047 = 0.19. A lost shard of R gives sqrt(1 / R): 0.35 at 8 ranks."""
 
 
 def parse_flags() -> argparse.Namespace:
@@ -185,8 +179,7 @@ class BlocksRun(VariantRun):
         for name in [n for n in variants if n not in ("inductor", *BASELINES, *TRANSFORMER_ENGINE)]:
             with self.deadline(f"compare {name}"):
                 errors, why = self.world.agreed(lambda name=name: differences(variants[name], reference, self.world))
-            low = context.ours.get(name, {}).get("fp8", "off") != "off"
-            self.remove_wrong(name, errors, why, FP8_BOUND if low else BOUND[context.dtype], variants, rows)
+            self.remove_wrong(name, errors, why, gradient_bound(context.dtype, context.ours.get(name, {})), variants, rows)
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ from ub_overlap.runtime import settings
 from ub_overlap.tools.rank_process import World
 
 from ..blocks.model import SIZES
+from ..bounds import gradient_bound
 from ..parallel.flags import add_graph_flags, add_run_flags, options_of
 from ..parallel.run import ParallelRun, run_benchmark
 from ..parallel.variant import COMPUTE, INDUCTOR, ParallelVariant, differences
@@ -144,7 +145,7 @@ class DataParallelRun(ParallelRun):
                     more, why = self.world.agreed(lambda name=name: differences(variants[name], first_of_ours, self.world))
                     errors = {**(more or {}), **errors}
             variant = variants[name]
-            worst = self.remove_wrong(name, errors, why, self.bound[self.dtype], variants, rows)
+            worst = self.remove_wrong(name, errors, why, gradient_bound(self.dtype, self.args.options[name]), variants, rows)
             rows[name]["worst"] = worst
             if self.args.options[name].get("verify"):
                 rows[name]["site_errors"] = site_errors(variant)

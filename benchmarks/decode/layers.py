@@ -28,12 +28,10 @@ from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.tools.rank_process import World
 
 from ..blocks.model import SIZES
+from ..bounds import GRADIENT
 from ..variant_run import VariantRun
 from .model import DecodeModel, make_layers, with_reduce
 from .table import BASELINE, text
-
-BOUND = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
-"""Largest allowed difference of a result from inductor's, ||a - b|| / ||b||."""
 
 
 @dataclass
@@ -139,4 +137,4 @@ class LayersRun(VariantRun):
 
             with self.deadline(f"compare {name}"):
                 errors, why = self.world.agreed(error)
-            self.remove_wrong(name, errors, why, BOUND[self.dtype], variants, rows)
+            self.remove_wrong(name, errors, why, GRADIENT[self.dtype], variants, rows)

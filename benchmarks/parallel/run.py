@@ -12,6 +12,7 @@ import torch
 from ub_overlap.tools.rank_process import Deadline, World
 
 from .. import facts, gpu_clock
+from ..bounds import GRADIENT
 from ..ranks import begin, end
 from ..replay_trace import prepare_for_captures
 from ..timing import Prepared
@@ -20,9 +21,7 @@ from .variant import ParallelVariant, differences
 
 
 class ParallelRun(VariantRun):
-    """One run over all rows. `bound`: the largest allowed ||a - b|| / ||b|| of an output or gradient, by dtype."""
-
-    bound: Mapping[torch.dtype, float] = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
+    """One run over all rows."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,7 +61,7 @@ class ParallelRun(VariantRun):
             with self.deadline(f"compare {name}"):
                 errors, why = self.world.agreed(lambda name=name: differences(variants[name], true, self.world))
                 rows = row["variants"]
-                rows[name]["worst"] = self.remove_wrong(name, errors, why, self.bound[self.dtype], variants, rows)
+                rows[name]["worst"] = self.remove_wrong(name, errors, why, GRADIENT[self.dtype], variants, rows)
 
     def time_all(self, variants: dict[str, ParallelVariant], row: dict[str, Any]) -> None:
         """Time the steps of all variants, their forwards with --forward, and steps in a row with --steady."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch._dispatch.python import no_python_dispatcher
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from tests.compiler.dags import inputs_of, module_of, random_dag
@@ -116,6 +120,26 @@ def test_split_ops_count_nothing() -> None:
 # --- Inductor's overlap scheduling --------------------------------------------------------------------------------------
 
 
+@contextmanager
+def without_python_dispatcher() -> Iterator[None]:
+    """Let `all_gather_object`, by which the scheduler agrees on times, leave the GIL while it queues work.
+
+    Compilation turns the Python dispatcher on, whose ops hold the GIL. torch's gloo group destroys finished work with its queue
+    locked, and the last reference to a tensor takes the GIL: then each waits for the other (torch 2.13).
+    """
+    original = dist.all_gather_object
+
+    def gather(*args: Any, **kwargs: Any) -> None:
+        with no_python_dispatcher():
+            original(*args, **kwargs)
+
+    dist.all_gather_object = gather
+    try:
+        yield
+    finally:
+        dist.all_gather_object = original
+
+
 def scheduled(rank: int, world: int) -> tuple[float | None, float, int, list[str]]:
     """Compile a fused and a left-alone gather under overlap scheduling. Return the estimate that the scheduler got, the
     prediction, calls of our ops while compiling, and what differs."""
@@ -141,7 +165,7 @@ def scheduled(rank: int, world: int) -> tuple[float | None, float, int, list[str
     x, y, w = torch.randn(16, 64), torch.randn(8, 8), torch.randn(64, 48)
     options = {"overlap": "force", SCHEDULES.replace("-", "_"): True, "profile": "h200"}
     try:
-        with uncached(), torch.no_grad():
+        with uncached(), without_python_dispatcher(), torch.no_grad():
             outs = torch.compile(function, backend="ub_overlap", options=options)(x, y, w)
     finally:
         runtime_estimates.estimate_own_ms = own
