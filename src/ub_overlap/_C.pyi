@@ -1,4 +1,4 @@
-"""Types of the extension module, which csrc/bindings/module.cpp defines."""
+"""Types of the extension module, which csrc/bindings defines."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
