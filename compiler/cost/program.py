@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ub_overlap.runtime.schedule.builders import build_all
+from ub_overlap.runtime.schedule.builders import build
 from ub_overlap.runtime.schedule.effects import show, signals, waits
 from ub_overlap.runtime.schedule.steps import (
     Buf,
@@ -72,8 +72,11 @@ class QueueItem:
 @lru_cache(maxsize=512)
 def programs(key: Key) -> tuple[tuple[QueueItem, ...], ...]:
     """Return one program per rank; a single one where all ranks do the same up to rotation."""
-    made = [_program(schedule) for schedule in build_all(key)]
-    return (made[0],) if len(set(made)) == 1 else tuple(made)
+    first = _program(build(key, 0))
+    if key.chunks % key.ranks == 0:  # all ranks cut alike
+        return (first,)
+    made = [first, *(_program(build(key, rank)) for rank in range(1, key.ranks))]
+    return (first,) if len(set(made)) == 1 else tuple(made)
 
 
 def _program(schedule: Schedule) -> tuple[QueueItem, ...]:

@@ -10,18 +10,13 @@ This file lists the alternatives of each candidate. assignment.py selects the al
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import combinations
 
 from torch.fx import Node
 
 from ..cost.choice import StrategyChoice, margin_us
-from ..cost.site_sizes import sizes_of_site
-from ..cost.traffic import BULK_PRODUCTS, hidden_us
-from ..graph.aten import dtype_of, shape_of
 from ..graph.matmul import Matmul
 from ..match import Bulk, Candidate, Fused, Gather, Miss, Site, fused_forms
 from ..match.fusion_order import FusionOrder
@@ -31,18 +26,12 @@ from ..overrides.requested_strategy import Override
 from ..plan.reasons import Reason
 from ..plan.strategy import NONE, DispatchTable, Mode, Strategy
 from .benefit import NO_BENEFIT, Benefit
-from .dispatch_table import rows_of
 from .fused_form import choose_fused_form
+from .independent_sets import SetFinder, fitting_independent, saved_us_of
 from .legality import pipelined, without
 from .pack_choice import PackedChoice, choose_form
 from .profitability import SiteCosts, too_small
 
-ADDS_US = 0.5
-"""An independent matmul joins a site only if it adds at least this to the saved time."""
-NEAR = 6
-"""All sets of this many nearest matmuls are considered; of farther ones only runs of neighbors."""
-MOST_PIPELINED = 3
-"""Independent matmuls of one pipelined site at most: it has matmuls of its own, and hides the most with few more."""
 FEW = 4
 """Of up to this many consumers every subset may be left out; of more, one or all but one."""
 
@@ -106,10 +95,10 @@ class AlternativeFinder:
     order: FusionOrder
     find_unknown_size: Callable[[Site], Miss | None]
     _bits: dict[Node, int] = field(default_factory=dict)
-    _size_numbers: dict[object, int] = field(default_factory=dict)
-    _bulk_choices: dict[tuple[object, ...], tuple[StrategyChoice | None, float]] = field(default_factory=dict)
-    _forms: dict[tuple[object, ...], PackedChoice] = field(default_factory=dict)
-    """Of pipelined sites with independent matmuls, by sizes."""
+    _sets: SetFinder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sets = SetFinder(self.costs)
 
     def find(self, candidate: Candidate, override: Override | None) -> Alternatives:
         """Return every legal alternative of a candidate. `override`: the user's request for it."""
@@ -197,7 +186,7 @@ class AlternativeFinder:
             if choice is not None and choice.strategy.mode is Mode.NONE:
                 failed = failed or Miss(Reason.NO_GAIN, choice.reason)
                 continue
-            saved_us = _saved_us(site, choice)
+            saved_us = saved_us_of(site, choice)
             alternatives.ranked.append(self._pipelined_alternative(form, saved_us, override, is_match=site is match))
         if not alternatives.ranked:
             alternatives.miss = alternatives.miss or failed
@@ -235,36 +224,9 @@ class AlternativeFinder:
         if not fitting:
             return
         forms = packed_forms(match, self.costs.neighbors)
-        numbers = [self._number_of((p.shape, p.inner, dtype_of(p.node))) for p in fitting]
-        sizes = tuple([sizes_of_site(form, self.costs.wire_dtype(form)) for form in (match, *forms)])
-        # Equal sizes are predicted once.
-        device = match.collective.node.meta["val"].device.type
-        site_key = (sizes, rows_of(match), device, override) if None not in sizes else match.collective.node
-        best_us = {0: alone.choice.gain_us if alone.choice else 0.0}  # by set, as bits: the most that it or a subset saves
-        most_us = {0: alone.most_us}  # by set, as bits: the most that any set with these matmuls saves
-        for indices, bits, subsets in _sets(len(fitting), requested or MOST_PIPELINED):
-            subset_us = best_us[bits] = max([best_us[subset] for subset in subsets])
-            most_us[bits] = min([most_us[subset] for subset in subsets])
-            if requested is None and most_us[bits] <= subset_us + ADDS_US:
-                continue  # fewer matmuls hide all
-            matmuls = tuple([fitting[i] for i in indices])
-            if requested not in (None, len(matmuls)) or any(q.node in p.node.all_input_nodes for p in matmuls for q in matmuls):
-                continue
-            key = (site_key, *[numbers[i] for i in indices])
-            if key not in self._forms:
-                with_forms = [replace(form, independent=matmuls) for form in forms]
-                self._forms[key] = choose_form(replace(match, independent=matmuls), self.costs, override, with_forms)
-            form = self._forms[key]
-            most_us[bits] = min(most_us[bits], form.most_us)
-            saved_us = _saved_us(form.site, form.choice)
-            if form.choice is not None and form.choice.strategy.mode is Mode.NONE:
-                continue
-            if requested is None:
-                if saved_us <= subset_us + ADDS_US:
-                    continue  # fewer matmuls do as well
-                best_us[bits] = saved_us
+        for indices, form, saved_us in self._sets.pipelined(match, forms, alone, override, fitting):
             own = next(own for own in (match, *forms) if isinstance(form.site, Match) and own.packs == form.site.packs)
-            form = replace(form, site=replace(own, independent=matmuls))
+            form = replace(form, site=replace(own, independent=tuple([fitting[i] for i in indices])))
             alternatives.ranked.append(self._pipelined_alternative(form, saved_us, override))
 
     def _add_bulk(
@@ -296,45 +258,16 @@ class AlternativeFinder:
         """Add each set of `matmuls` that saves more than its subsets."""
         c = candidate.collective
         strategy = forced or Strategy(Mode.BULK)
-        best_us: dict[int, float] = {}  # by set, as bits: the most that it or a subset saves
-        most_us = {0: math.inf}  # by set, as bits: the most that any set with these matmuls saves
-        # Equal sizes are predicted once: they share a number.
-        collective = self._number_of(
-            (c.op, c.ranks, shape_of(c.input), c.narrow_dtype, dtype_of(c.node), c.group, forced is None)
-        )
-        numbers = [self._number_of((p.shape, p.inner, dtype_of(p.node))) for p in matmuls]
-        inputs = [sum(1 << i for i, q in enumerate(matmuls) if q.node in p.node.all_input_nodes) for p in matmuls]
-        any_reads = any(inputs)
+        first, found = self._sets.bulk(c, matmuls, forced)
+        alternatives.choice = alternatives.choice or first
         bits_of = [self._bit(p.node) for p in matmuls]
-        for indices, bits, subsets in _sets(len(matmuls), BULK_PRODUCTS):
-            subset_us = best_us[bits] = max([best_us.get(subset, -math.inf) for subset in subsets], default=-math.inf)
-            most_us[bits] = min([most_us[subset] for subset in subsets if subset in most_us], default=math.inf)
-            if not forced and most_us[bits] <= subset_us + ADDS_US:
-                continue  # fewer matmuls hide all
-            # A matmul that reads another directly. (One that does so through other nodes is refused when the site is fused.)
-            if any_reads and any(inputs[i] & bits for i in indices):
-                continue
-            site = Bulk(c, tuple([matmuls[i] for i in indices]))
-            key = (collective, *[numbers[i] for i in indices])
-            if key not in self._bulk_choices:
-                choice = None if forced else self.costs.choose(site, 0)
-                self._bulk_choices[key] = choice, _saved_us(site, choice)
-            choice, saved_us = self._bulk_choices[key]
-            most_us[bits] = min(most_us[bits], choice.most_us if choice else math.inf)
-            alternatives.choice = alternatives.choice or choice
-            if choice is not None and choice.strategy.mode is Mode.NONE:
-                continue
-            if saved_us <= subset_us + (ADDS_US if choice else 0.0):
-                continue  # fewer matmuls do as well
-            best_us[bits] = max(subset_us, saved_us)
+        for indices, choice, saved_us in found:
             matmul_bits = 0
             for i in indices:
                 matmul_bits |= bits_of[i]
+            site = Bulk(c, tuple([matmuls[i] for i in indices]))
             benefit = self._benefit(site, saved_us, forced)
             alternatives.ranked.append(Alternative(site, strategy, saved_us, benefit, matmul_bits, choice))
-
-    def _number_of(self, sizes: object) -> int:
-        return self._size_numbers.setdefault(sizes, len(self._size_numbers))
 
     def _benefit(self, site: Site, saved_us: float, forced: Strategy | DispatchTable | None) -> Benefit:
         if forced:  # a pipelined site has independent matmuls then only because they are requested too
@@ -351,28 +284,6 @@ class AlternativeFinder:
 
     def _bit(self, node: Node) -> int:
         return 1 << self._bits.setdefault(node, len(self._bits))
-
-
-def fitting_independent(site: Site, independent: Sequence[Matmul]) -> list[Matmul]:
-    """Return the nearest of `independent` that the op of `site` may compute as well.
-
-    They have the type of its own matmuls. They read no value inside the site, such as a sum that is also kept, and none of
-    its nodes reads them. (Dependencies through other nodes are found when the site is fused.)
-    """
-    members = set(site.members)
-    inputs = {i for n in members for i in n.all_input_nodes}
-    dtype = dtype_of(site.matmuls[0].node)
-    fitting = [
-        p
-        for p in independent
-        if dtype_of(p.node) == dtype and p.node not in inputs and members.isdisjoint(p.node.all_input_nodes)
-    ]
-    return fitting[:NEAR]
-
-
-def _saved_us(site: Site, choice: StrategyChoice | None) -> float:
-    """Return the predicted saving, or an estimate where nothing was predicted."""
-    return choice.gain_us if choice else hidden_us(site)
 
 
 def _subtract_margin(alternatives: list[Alternative]) -> list[Alternative]:
@@ -407,17 +318,3 @@ def _without_some_consumers(match: Site | None) -> Iterator[Gather]:
             results = {k.compute.node for k in site.consumers}
             if not any(k.operand.node in results for k in site.consumers):
                 yield site
-
-
-@cache
-def _sets(count: int, most: int) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
-    """Return the sets of 0 .. count - 1 (nearest first) to consider, `most` members at most.
-
-    Smaller sets come first, then nearer ones. Each is (members, members as bits, the sets without one member as bits).
-    """
-    found: list[tuple[int, ...]] = []
-    for size in range(1, min(count, most) + 1):
-        found += combinations(range(min(count, NEAR)), size)
-        found += [tuple(range(at, at + size)) for at in range(count - size + 1) if at + size > NEAR]
-    sets = [(indices, sum(1 << i for i in indices)) for indices in found]
-    return tuple((indices, bits, tuple(bits & ~(1 << i) for i in indices)) for indices, bits in sets)

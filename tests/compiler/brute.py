@@ -15,7 +15,7 @@ from ub_overlap.compiler.cost.site_sizes import shape_of_site
 from ub_overlap.compiler.graph.aten import is_mutable
 from ub_overlap.compiler.graph.matmul import Matmul, as_matmul, is_matmul
 from ub_overlap.compiler.match import Bulk, Candidate, Gather, Site, find_candidates
-from ub_overlap.compiler.select.alternatives import fitting_independent
+from ub_overlap.compiler.select.independent_sets import fitting_independent
 from ub_overlap.compiler.select.legality import without
 
 

@@ -19,7 +19,7 @@ from tests.compiler.rank_compile import build
 from tests.cost.machine import PLAIN
 from tests.harness.profiles import stored, with_exchanges_as_pushes
 from tests.harness.ranks import RankPool
-from tests.models.compare import error, uncached, values
+from tests.models.compare import Comparison, error, uncached, values
 from tests.models.hf_moe import STRATEGIES
 from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.cost.grouped_time import grouped_us
@@ -302,20 +302,36 @@ def test_auto_next_to_sharded_weights(pool2: RankPool, slow_profile: str) -> Non
         {"form": "loop", "routing": "one"},
         {"routing": "one"},
         {"shared": False, "tokens": (24, 0)},
-        {"other": "tp"},
         {"other": "fsdp"},
     ],
-    ids=["skewed", "loop", "one_expert", "no_tokens", "tp", "fsdp"],
+    ids=["skewed", "loop", "one_expert", "no_tokens", "fsdp"],
 )
 def test_block(pool2: RankPool, variant: dict[str, Any]) -> None:
     """Results and gradients are the plain graph's: all rows for one expert, empty experts, a rank without tokens."""
     for outcome in pool2.run(compare_name, MOE, variant, SPLIT):
-        outcome.check(3.0)
-        found = [(d["phase"], d["strategy"], d["reason"]) for d in outcome.decisions if d["kind"] == "all_to_all"]
-        counts, exchanges = found[0], found[1:]
-        assert counts == ("forward", "none", "dtype_unsupported")
-        assert [phase for phase, *_ in exchanges] == ["forward"] * 2 + ["backward"] * 2
-        assert {strategy for _, strategy, _ in exchanges} == {"split"}
+        check_exchanges(outcome)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_block_next_to_tensor_parallelism(pool2: RankPool, pool4: RankPool, ranks: int) -> None:
+    """The gathers and scatters of tensor parallelism are fused, the exchanges are split. 4 ranks: 2 groups of 2 of each."""
+    options = {**SPLIT, "overlap": "force", "min_bytes": 0}
+    for outcome in (pool2 if ranks == 2 else pool4).run(compare_name, MOE, {"other": "tp"}, options):
+        check_exchanges(outcome)
+        fused = {(d["phase"], d["kind"]): (d["strategy"], d["ranks"]) for d in outcome.decisions if d["kind"] != "all_to_all"}
+        kinds = ("all_gather_matmul", "matmul_reduce_scatter")
+        assert fused.keys() == {(phase, kind) for phase in ("forward", "backward") for kind in kinds}
+        assert all(strategy.startswith("pipelined") and size == 2 for strategy, size in fused.values()), fused
+
+
+def check_exchanges(outcome: Comparison) -> None:
+    """Check the results, and that dispatch and combine are split in forward and backward. Counts stay a plain exchange."""
+    outcome.check(3.0)
+    found = [(d["phase"], d["strategy"], d["reason"]) for d in outcome.decisions if d["kind"] == "all_to_all"]
+    counts, exchanges = found[0], found[1:]
+    assert counts == ("forward", "none", "dtype_unsupported")
+    assert [phase for phase, *_ in exchanges] == ["forward"] * 2 + ["backward"] * 2
+    assert {strategy for _, strategy, _ in exchanges} == {"split"}
 
 
 def test_inductor_keeps_exchanges_that_nothing_reads(pool2: RankPool) -> None:
@@ -400,10 +416,21 @@ def test_blocks_of_transformers(hf2: RankPool, kind: str, routing: str) -> None:
     check_block(hf2, kind, routing)
 
 
-@pytest.mark.parametrize(("kind", "routing"), [("mixtral", "absent"), ("deepseek_v3", "random")])
+@pytest.mark.parametrize(("kind", "routing"), [("mixtral", "absent"), ("qwen3_moe", "first"), ("deepseek_v3", "random")])
 def test_blocks_of_transformers_on_four_ranks(hf4: RankPool, kind: str, routing: str) -> None:
     """Each rank has one expert."""
     check_block(hf4, kind, routing)
+
+
+def test_a_block_of_transformers_by_the_cost_model(hf2: RankPool, slow_profile: str) -> None:
+    """The shared expert is worth hiding the exchanges behind on a slow machine, but not where an exchange takes 1 us."""
+    curves = {**load("h200").collectives, "all_to_all": {2: ((1.0, 1.0), (1e9, 2.0))}}
+    fast_profile = stored(replace(load("h200"), collectives=curves))
+    for profile, strategies in ((slow_profile, STRATEGIES), (fast_profile, ["none"] * 5)):
+        options = {"profile": profile, "min_bytes": 0, "inner": "aot_eager"}
+        for worst, found in hf2.run("tests.models.hf_moe:compare_block", "deepseek_v3", options):
+            assert worst < 1e-5
+            assert [strategy for *_, strategy in found] == strategies, found
 
 
 def check_block(pool: RankPool, kind: str, routing: str) -> None:

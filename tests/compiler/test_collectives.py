@@ -61,6 +61,31 @@ def test_is_collective(name: str) -> None:
     assert is_collective(node) is (name in COMMUNICATE)
 
 
+LIBRARY = torch.library.Library("ub_overlap_group_tests", "DEF")
+GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "communicates"),
+    [
+        ("Tensor x, str ep_group_name", True),
+        ("Tensor x, str tp_group", True),
+        ("Tensor x, str? pg_name=None", True),
+        (f"Tensor x, {GROUP} pg", True),
+        ("Tensor x, Any process_group", True),
+        ("Tensor x, int group", False),
+        ("Tensor x, int[] per_group", False),
+        ("Tensor x, str group_by", False),
+        ("Tensor x, str regroup", False),
+    ],
+)
+def test_an_argument_that_is_a_group(arguments: str, communicates: bool) -> None:
+    """Of any library, by its name or its type. Look-alikes: sizes of groups, and modes."""
+    name = "op_" + str(abs(hash(arguments)))
+    LIBRARY.define(f"{name}({arguments}) -> Tensor")
+    assert is_collective(Graph().call_function(_op(f"ub_overlap_group_tests::{name}"))) is communicates
+
+
 @since((2, 13), "does not trace sends and receives")
 @pytest.mark.parametrize("name", ["batch_p2p_ops", "irecv", "isend"])
 @pytest.mark.parametrize("namespace", ["_c10d_functional", "c10d_functional"])

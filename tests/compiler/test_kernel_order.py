@@ -128,6 +128,8 @@ def test_a_users_passes_around_fusion_run_in_front_of_ours() -> None:
             order_options.set_passes(lambda nodes: [*nodes, "before"], lambda nodes: [*nodes, "behind"])
             found = [getattr(config, hook)(["node"]) for hook in hooks]
             assert found == [["node", "theirs", "before"], ["node", "theirs", "behind"]]
-            assert not config.reorder_for_peak_memory
+            current = config.get_config_copy()
+            moving = [name for name in order_options.ordering_options() if name.split(".")[-1] not in hooks]
+            assert moving and not any(current[name] for name in moving)
         assert config.reorder_for_peak_memory and config._post_fusion_custom_pass([]) == ["theirs"]
     assert [getattr(config, hook) for hook in hooks] == [None, None]

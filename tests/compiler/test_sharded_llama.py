@@ -79,6 +79,22 @@ def test_with_tensor_parallelism(pool4: RankPool, titan4: RankPool, source: str,
     assert len(groups) == 2, Counter(f"{d['phase']} {d['kind']} {d['group']} {d['id'][:9]}" for d in outcome.decisions)
 
 
+def test_tensor_parallelism_comes_first(pool4: RankPool) -> None:
+    """By predicted times on a slow machine, sites of tensor parallelism have their own matmuls. Gathers and reductions of
+    weights are hidden by what is left."""
+    weighed = {"inner": "aot_eager", "profile": slow_profile(), "min_bytes": 0}
+    outcome = check(pool4, {"tp": 2}, weighed)
+    found = [((d["phase"], d["group"]), d["phase"], d["kind"], d["strategy"].partition(":")[0]) for d in outcome.decisions]
+    tensor_groups = {group for group, _, kind, _ in found if "matmul" in kind}
+    assert len(tensor_groups) == 2, found  # each graph numbers its groups
+    fused = Counter((phase, kind) for _, phase, kind, strategy in found if strategy == "pipelined")
+    kinds = ("all_gather_matmul", "matmul_reduce_scatter")
+    assert fused == dict(zip([(phase, kind) for phase in ("forward", "backward") for kind in kinds], (3, 2, 1, 2), strict=True))
+    weights = Counter((phase, strategy) for group, phase, _, strategy in found if group not in tensor_groups)
+    assert weights["forward", "split"] == PARAMETERS and {strategy for _, strategy in weights} <= {"split", "bulk"}, weights
+    assert weights["backward", "split"] > PARAMETERS / 2, weights
+
+
 @pytest.mark.parametrize(
     ("variant", "expected"),
     [
@@ -142,6 +158,28 @@ def test_resharding(titan4: RankPool, options: dict[str, Any]) -> None:
         assert gathers == {"forward": PARAMETERS}
         assert gathers_again == {"forward": PARAMETERS, "backward": PARAMETERS - 1}
         assert wholes <= saved and shards <= saved_again and saved - wholes == saved_again - shards, (saved, saved_again)
+
+
+def kept_for_backward(rank: int, world: int, budget: float | None) -> Counter[Any]:
+    """Return the shapes of what backward reads of forward. On the ranks, `build` of the example."""
+    case, saved = build(rank, world, MODEL, {}), Counter[Any]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tuple(tensor.shape)] += 1
+        return tensor
+
+    with uncached(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        values(case, torch.compile(case.module, backend="ub_overlap", options={**SPLIT, "memory_budget": budget}))
+    return saved
+
+
+def test_backward_keeps_shards(pool2: RankPool) -> None:
+    """With a budget of 0 backward reads no gathered weight of a matmul, but shards. Those of norms, which are small, stay."""
+    for kept, shards in zip(*(pool2.run(kept_for_backward, budget) for budget in (None, 0)), strict=True):
+        wholes = Counter({(64, 64): 2, (96, 64): 2, (64, 96): 1, (160, 64): 1})
+        assert wholes <= kept and not wholes & shards, (kept, shards)
+        assert kept[64,] == shards[64,] == NORMS
+        assert all(shards[rows // 2, columns] >= count for (rows, columns), count in wholes.items()), shards
 
 
 @pytest.mark.parametrize(("reshard", "gathered_again"), [("always", PARAMETERS), ("never", 0)])

@@ -3,6 +3,7 @@ it is traced."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -71,3 +72,10 @@ def not_merged(rank: int, world: int, options: dict[str, Any]) -> str:
         return str(attempt(lambda: compare_forms(rank, world, "sdpa", options, "alltoall", False, True, mesh=mesh))["error"])
     finally:
         ub_overlap.configure(merge_collectives=before)
+
+
+def checkpointed(rank: int, world: int, options: dict[str, Any]) -> str:
+    """Return the error of torch's ring with a causal mask and checkpointed layers, in a group of its own."""
+    mesh = DeviceMesh.from_group(dist.new_group(list(range(world))), "cpu")
+    call = functools.partial(compare_forms, rank, world, "sdpa", options, "alltoall", False, True, checkpointed=True, mesh=mesh)
+    return str(attempt(call)["error"])

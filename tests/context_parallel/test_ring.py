@@ -105,6 +105,13 @@ def test_a_ring_whose_ranks_read_other_gradients(pool2: RankPool, options: dict[
         assert found["error"] in ("PlanMismatchError", "ShapeMismatchError"), found
 
 
+def test_a_checkpoint_without_load_balance(pool4: RankPool, options: dict[str, Any]) -> None:
+    """Backward repeats the exchanges of the steps that a rank computes, and ranks compute other numbers of steps. Their plans
+    differ, and they say so instead of waiting."""
+    for error in pool4.run(rank_own_ring.checkpointed, options):
+        assert error == "PlanMismatchError", error
+
+
 def test_a_ring_that_is_not_merged(pool4: RankPool, options: dict[str, Any]) -> None:
     """Without merged exchanges ranks send other numbers of messages where they skip steps. They say so instead of waiting."""
     for error in pool4.run(rank_own_ring.not_merged, options):

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.cost.machine import MIB, PLAIN
+from tests.schedule.samples import chunk_counts, keys
 from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.cost.curve import at
 from ub_overlap.compiler.cost.predict import predict
-from ub_overlap.compiler.cost.program import CostItem, QueueItem, programs
+from ub_overlap.compiler.cost.program import CostItem, QueueItem, _program, programs
 from ub_overlap.compiler.cost.simulate import SHARE, Contention, play
 from ub_overlap.compiler.cost.site_shape import SiteShape
 from ub_overlap.compiler.plan.strategy import NONE, Strategy
@@ -152,6 +153,20 @@ def test_one_rank_stands_for_all(key: Key) -> None:
     alone = play([one], cost, FREE)[0]
     for times in play([one] * key.ranks, cost, FREE):
         assert times == [(pytest.approx(begin), pytest.approx(end)) for begin, end in alone]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_ranks_that_cut_alike_do_the_same(ranks: int) -> None:
+    """Their programs differ only in ring position. With other numbers of chunks they may differ in more."""
+    differ = 0
+    for chunks in chunk_counts(ranks):
+        for key in keys(ranks, chunks):
+            if not key.kind.startswith("split"):  # those have no program of their own
+                made = {_program(schedule) for schedule in build_all(key)}
+                assert len(made) == 1 or chunks % ranks, key
+                assert (len(programs(key)) > 1) == (len(made) > 1), key
+                differ += len(made) > 1
+    assert differ or ranks < 4
 
 
 def test_every_step_is_played() -> None:

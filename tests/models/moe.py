@@ -155,9 +155,15 @@ class MoE(nn.Module):
 
 
 def find_groups(other: str) -> Groups:
-    """Return the groups of all ranks. `other`: "tp", or "fsdp", with 4 ranks of the experts' weights too, or "" for neither."""
+    """Return the groups of all ranks. `other`: "tp", or "fsdp", with 4 ranks of the experts' weights too, or "" for neither.
+
+    With 4 ranks, "tp" is 2 ranks of tensor parallelism x 2 of expert parallelism.
+    """
     world = dist.group.WORLD
     assert world is not None
+    if other == "tp" and world.size() == 4:
+        mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("experts", "tensor"))
+        return Groups(mesh.get_group("experts"), tensor=mesh.get_group("tensor"))
     if other == "tp":
         return Groups(world, tensor=world)
     if other == "fsdp" and world.size() == 4:

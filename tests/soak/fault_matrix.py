@@ -20,7 +20,7 @@ OPS = ("AG", "RS", "AR", "bulk")
 ALL_OPS = (*OPS, "SAG", "SRS")
 DIRECT = ("RS direct", "AR direct")
 FUSED = ("one_shot", "two_shot")
-SPLIT = ("split AG", "split RS", "split AR", "coalesced", "A2A", "A2A rounds")
+SPLIT = ("split AG", "split RS", "split AR", "coalesced", "A2A", "A2A rounds", "A2A step", "A2A order")
 """Collectives of two ops, as data-parallel, context-parallel and expert-parallel programs run them."""
 QUICK_SPLIT = (("between", "split RS"), ("between", "A2A rounds"), ("dies", "coalesced"))
 """(function, kind) of the split faults that a quick run tries."""
@@ -61,14 +61,14 @@ def list_split_faults() -> list[Fault]:
         faults.append(Fault("dies", kind, "SIGKILL", TIMEOUT, False, True, devices))
         faults.append(Fault("dies", kind, "SIGSTOP", TIMEOUT, False, devices=devices))
     faults += [Fault("between", kind, "SIGKILL", TIMEOUT, False, True) for kind in SPLIT]
-    faults += [Fault("between", kind, "SIGSTOP", TIMEOUT, False) for kind in ("split RS", "split AR", "A2A rounds")]
+    faults += [Fault("between", kind, "SIGSTOP", TIMEOUT, False) for kind in ("split RS", "split AR", "A2A rounds", "A2A step")]
     faults += [Fault("between", kind, "sleeps", TIMEOUT, False) for kind in ("split AR", "A2A rounds")]
     left = TIMEOUT + FAILED + MISMATCH
     faults += [Fault("between", kind, "abandons", left) for kind in ("split AG", "split RS", "coalesced", "A2A")]
     faults += [
         Fault("skips", kind, "last", TIMEOUT) for kind in ("split RS", "coalesced", "A2A rounds", "message", "AG engine")
     ]
-    faults += [Fault("skips", kind, "next", MISMATCH) for kind in ("split AR", "coalesced", "A2A")]
+    faults += [Fault("skips", kind, "next", MISMATCH) for kind in ("split AR", "coalesced", "A2A", "A2A step")]
     faults += [Fault("aborts", kind, "busy", ABORTED) for kind in ("split AR", "A2A rounds", "message")]
     return faults
 

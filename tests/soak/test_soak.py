@@ -38,6 +38,8 @@ FAULTS = (
     "A2A rounds: between SIGSTOP",
     "coalesced: between abandons",
     "A2A: dies SIGSTOP",
+    "A2A step: between SIGSTOP",
+    "A2A order: between SIGKILL",
     "split AR: skips next",
     "message: dies SIGKILL",
     "AG: slow host",

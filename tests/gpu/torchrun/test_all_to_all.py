@@ -135,6 +135,26 @@ def replays(lockstep: Lockstep, group: str, turns: int, rows: int, has_order: bo
     return f"{turns} turns, bitwise"
 
 
+def test_the_host_goes_on(lockstep: Lockstep, group: str) -> None:
+    """A start and a finish of known sizes wait for nothing on the host: they return while the device is still busy."""
+    if not lockstep.cuda:
+        pytest.skip("on the CPU the host is the device")
+    matrix = [[64] * lockstep.ranks for _ in range(lockstep.ranks)]
+    sent, out, of, want = on_device(lockstep, matrix, (128,), torch.bfloat16)
+    for _ in range(2):
+        exchange(group, sent, out, of, site="/host")
+    lockstep.sync()
+    lockstep.barrier()
+    lockstep.sleep_on_device(0.5)
+    busy = torch.cuda.Event()
+    busy.record()
+    rows = finish(group, start(group, sent, out, of, 0, site="/host"), sent, out, of, 0, site="/host")
+    has_gone_on = not busy.query()
+    lockstep.sync()
+    assert has_gone_on, "the host waited for the device"
+    assert same(rows.cpu(), want)
+
+
 def test_pieces(lockstep: Lockstep, group: str) -> None:
     lockstep.note(all_pieces(lockstep, group))
 

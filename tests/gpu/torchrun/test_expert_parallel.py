@@ -74,11 +74,16 @@ def test_layer(lockstep: Lockstep, name: str) -> None:
     if name == "with sharded weights" and 16 % lockstep.ranks:
         pytest.skip(f"weights of 16 rows do not divide by {lockstep.ranks} ranks")
     torch._dynamo.reset()
-    options = options_of(lockstep, SPLIT, name)
+    has_tensor_parallelism = name == "with tensor parallelism"
+    fused = {"overlap": "force", "min_bytes": 0} if has_tensor_parallelism else {}
+    options = options_of(lockstep, SPLIT | fused, name)
     variant = variant_of(name, lockstep.ranks)
     found = compare(lockstep.rank, lockstep.ranks, "tests.models.moe", variant, options, device=lockstep.device)
     exchanges = Counter({("forward", "none"): 1, ("forward", "split"): 2, ("backward", "split"): 2})
     lockstep.note(check(lockstep, found, exchanges))
+    if has_tensor_parallelism:
+        others = [(d["kind"], d["strategy"]) for d in found.decisions if d["kind"] != "all_to_all"]
+        assert len(others) == 4 and all(strategy.partition(":")[0] in ("pipelined", "direct") for _, strategy in others), others
     unlike = [what for what, (plain, ours) in found.errors.items() if plain != ours]
     assert lockstep.cuda or not unlike, unlike
 
