@@ -71,7 +71,7 @@ class Collective:
 _GROUP_ARGS = ("group_name", "pg_name", "process_group", "group")
 """Names of the argument that is a group, in the schemas of torch and of others."""
 _GROUP_NAME_ENDS = ("group_name", "pg_name", "_group")
-"""Ends of the names of strings that name a group, such as "tp_group" and "ep_group_name"."""
+"""Ends of names of the same, such as "tp_group" and "ep_group_name"."""
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem")
 """Libraries of torch whose ops with one of `_PEER_ARGS`, or with symmetric memory, communicate."""
 _PEER_ARGS = ("tag", "peer", "signal")
@@ -101,10 +101,10 @@ def _group_position(op: Any) -> int | None:
 
 
 def _is_group(argument: Any) -> bool:
-    if isinstance(argument.type, torch.StringType):
+    kind = argument.type.getElementType() if isinstance(argument.type, torch.OptionalType) else argument.type
+    if isinstance(kind, torch.StringType | torch.AnyType):
         return argument.name in _GROUP_ARGS or argument.name.endswith(_GROUP_NAME_ENDS)
-    is_value = argument.name in _GROUP_ARGS and not isinstance(argument.type, torch.IntType)
-    return is_value or "c10d.ProcessGroup" in str(argument.type)
+    return "c10d.ProcessGroup" in str(kind)
 
 
 def find_collectives(graph: Graph) -> list[Collective]:

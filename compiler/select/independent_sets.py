@@ -54,48 +54,13 @@ class SetFinder:
         self, c: Collective, matmuls: Sequence[Matmul], forced: Strategy | DispatchTable | None
     ) -> tuple[StrategyChoice | None, list[BulkSet]]:
         """Return the first choice, and the sets of `matmuls` that hide `c` in bulk."""
+        device = c.node.meta["val"].device.type
         collective = self._number_of(
-            (c.op, c.ranks, shape_of(c.input), c.narrow_dtype, dtype_of(c.node), c.group, forced is None)
+            (c.op, c.ranks, shape_of(c.input), c.narrow_dtype, dtype_of(c.node), c.group, device, forced is None)
         )
         numbers, inputs = self._numbers_of(matmuls), _inputs_of(matmuls)
-        key = (collective, numbers, inputs)
-        if key not in self._bulk_sets:
-            self._bulk_sets[key] = self._find_bulk(c, matmuls, forced, collective, numbers, inputs)
-        return self._bulk_sets[key]
-
-    def pipelined(
-        self,
-        match: Match,
-        forms: Sequence[Match],
-        alone: PackedChoice,
-        override: Override | None,
-        matmuls: Sequence[Matmul],
-    ) -> list[PipelinedSet]:
-        """Return the sets of `matmuls` that a pipelined site may have next to its own. The sites of the choices are those of
-        the first call with these sizes.
-
-        `forms`: the match with packed operands. `alone`: its choice without any. With a requested strategy: sets of as many as
-        are requested.
-        """
-        sizes = tuple([sizes_of_site(form, self.costs.wire_dtype(form)) for form in (match, *forms)])
-        node = match.collective.node
-        site = (sizes, rows_of(match), node.meta["val"].device.type, override) if None not in sizes else node
-        numbers, inputs = self._numbers_of(matmuls), _inputs_of(matmuls)
-        key = (site, numbers, inputs, alone.choice.gain_us if alone.choice else 0.0, alone.most_us)
-        if key not in self._pipelined_sets:
-            self._pipelined_sets[key] = self._find_pipelined(match, forms, alone, override, matmuls, site, numbers, inputs)
-        return self._pipelined_sets[key]
-
-    def _find_bulk(
-        self,
-        c: Collective,
-        matmuls: Sequence[Matmul],
-        forced: Strategy | DispatchTable | None,
-        collective: int,
-        numbers: Indices,
-        inputs: Indices,
-    ) -> tuple[StrategyChoice | None, list[BulkSet]]:
-        """`collective`, `numbers`: of the sizes. `inputs`: as in `_inputs_of`."""
+        if (known := self._bulk_sets.get((collective, numbers, inputs))) is not None:
+            return known
         first: StrategyChoice | None = None
         found: list[BulkSet] = []
         best_us: dict[int, float] = {}  # by set, as bits: the most that it or a subset saves
@@ -123,23 +88,34 @@ class SetFinder:
                 continue  # fewer matmuls do as well
             best_us[bits] = max(subset_us, saved_us)
             found.append((indices, choice, saved_us))
+        self._bulk_sets[collective, numbers, inputs] = first, found
         return first, found
 
-    def _find_pipelined(
+    def pipelined(
         self,
         match: Match,
         forms: Sequence[Match],
         alone: PackedChoice,
         override: Override | None,
         matmuls: Sequence[Matmul],
-        site: object,
-        numbers: Indices,
-        inputs: Indices,
     ) -> list[PipelinedSet]:
-        """`site`, `numbers`: of the sizes. `inputs`: as in `_inputs_of`."""
+        """Return the sets of `matmuls` that a pipelined site may have next to its own. The sites of the choices are those of
+        the first call with these sizes.
+
+        `forms`: the match with packed operands. `alone`: its choice without any. With a requested strategy: sets of as many as
+        are requested.
+        """
+        sizes = tuple([sizes_of_site(form, self.costs.wire_dtype(form)) for form in (match, *forms)])
+        node = match.collective.node
+        site = (sizes, rows_of(match), node.meta["val"].device.type, override) if None not in sizes else node
+        numbers, inputs = self._numbers_of(matmuls), _inputs_of(matmuls)
+        alone_us = alone.choice.gain_us if alone.choice else 0.0
+        of_all = (site, numbers, inputs, alone_us, alone.most_us)
+        if (known := self._pipelined_sets.get(of_all)) is not None:
+            return known
         requested = override.independent if override and override.strategy else None
         found: list[PipelinedSet] = []
-        best_us = {0: alone.choice.gain_us if alone.choice else 0.0}  # by set, as bits: the most that it or a subset saves
+        best_us = {0: alone_us}  # by set, as bits: the most that it or a subset saves
         most_us = {0: alone.most_us}  # by set, as bits: the most that any set with these matmuls saves
         for indices, bits, subsets in _sets(len(matmuls), requested or MOST_PIPELINED):
             subset_us = best_us[bits] = max([best_us[subset] for subset in subsets])
@@ -163,6 +139,7 @@ class SetFinder:
                     continue  # fewer matmuls do as well
                 best_us[bits] = saved_us
             found.append((indices, form, saved_us))
+        self._pipelined_sets[of_all] = found
         return found
 
     def _numbers_of(self, matmuls: Sequence[Matmul]) -> Indices:

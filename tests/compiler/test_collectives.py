@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -62,6 +63,7 @@ def test_is_collective(name: str) -> None:
 
 
 LIBRARY = torch.library.Library("ub_overlap_group_tests", "DEF")
+NUMBERS = itertools.count()
 GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
 
 
@@ -70,18 +72,21 @@ GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
     [
         ("Tensor x, str ep_group_name", True),
         ("Tensor x, str tp_group", True),
-        ("Tensor x, str? pg_name=None", True),
+        ("Tensor x, str? tp_group=None", True),
+        ("Tensor x, Any ep_group_name", True),
         (f"Tensor x, {GROUP} pg", True),
         ("Tensor x, Any process_group", True),
         ("Tensor x, int group", False),
-        ("Tensor x, int[] per_group", False),
+        ("Tensor x, int? group=None", False),
+        ("Tensor x, int[] group", False),
+        ("Tensor x, Tensor group", False),
         ("Tensor x, str group_by", False),
         ("Tensor x, str regroup", False),
     ],
 )
 def test_an_argument_that_is_a_group(arguments: str, communicates: bool) -> None:
     """Of any library, by its name or its type. Look-alikes: sizes of groups, and modes."""
-    name = "op_" + str(abs(hash(arguments)))
+    name = f"op_{next(NUMBERS)}"
     LIBRARY.define(f"{name}({arguments}) -> Tensor")
     assert is_collective(Graph().call_function(_op(f"ub_overlap_group_tests::{name}"))) is communicates
 

@@ -28,10 +28,11 @@ from ub_overlap.compiler.graph.matmul import Operand
 from ub_overlap.compiler.match import Reduction, find_candidates
 from ub_overlap.compiler.match.fusion_order import FusionOrder
 from ub_overlap.compiler.options import Options, parse
+from ub_overlap.compiler.overrides.requested_strategy import Override
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Reason
-from ub_overlap.compiler.plan.strategy import Mode
+from ub_overlap.compiler.plan.strategy import Mode, Strategy
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.rewrite.packed_operands import PackedOperands
 from ub_overlap.compiler.rewrite.part_strides import Outputs
@@ -191,6 +192,46 @@ def placed(graph: Graph) -> list[Alternative]:
     for alternatives in found:
         alternatives.counts_memory = False
     return [a.alternative for a in assign_alternatives(found, order, PeakMemory.uncounted()) if a.alternative]
+
+
+def test_equal_sizes_share_no_more_than_they_may() -> None:
+    """Sets are found once for equal sizes. A fresh search of each collective finds the same: also where matmuls read each
+    other, are of other sizes, or where another strategy is requested."""
+    d = Dag(8)
+    scale = d.input("scale")
+    for i, (reads, width) in enumerate(((False, 4096), (True, 4096), (False, 4096), (True, 4096), (False, 2048))):
+
+        def of_this_layer(name: str, *size: int, layer: int = i, scale: Any = scale) -> Any:
+            return d.call(aten.mul.Tensor, d.input(f"{name}{layer}", *size), scale)
+
+        first = d.mm(of_this_layer("a", 1792, 4096), d.input(f"b{i}", 4096, 4096))
+        second = d.mm(first if reads else of_this_layer("c", 1792, 4096), d.input(f"d{i}", 4096, width))
+        own = d.mm(d.gather(of_this_layer("x", 512, 4096)), d.input(f"w{i}", 4096, 16))
+        sums = [d.call(aten.sum.default, y) for y in (first, second, own)]  # the next layer reads them all
+        scale = d.call(aten.add.Tensor, d.call(aten.add.Tensor, *sums[:2]), sums[2])
+    graph = d.output(scale)
+    costs, candidates = SiteCosts.of(graph, Policy.of(AUTO)), find_candidates(graph)
+
+    def found(finder: AlternativeFinder, override: Override | None) -> list[list[tuple[object, ...]]]:
+        return [
+            [(str(a.strategy), [m.node.name for m in a.site.matmuls], a.saved_us) for a in finder.find(c, override).ranked]
+            for c in candidates
+        ]
+
+    def finder() -> AlternativeFinder:
+        return AlternativeFinder(costs, FusionOrder(graph), lambda _: None)
+
+    shared = finder()
+    for override in (
+        None,
+        Override(Strategy(Mode.BULK), "a test"),
+        Override(Strategy(Mode.PIPELINED), "a test", independent=1),
+        None,
+    ):
+        fresh = [found(finder(), override)[i] for i in range(len(candidates))]
+        assert found(shared, override) == fresh
+    sets = shared._sets  # of three kinds of layers, chosen and requested
+    assert len(sets._bulk_sets) == len(sets._pipelined_sets) == 2 * 3
 
 
 def test_the_option() -> None:

@@ -106,8 +106,8 @@ def test_a_ring_whose_ranks_read_other_gradients(pool2: RankPool, options: dict[
 
 
 def test_a_checkpoint_without_load_balance(pool4: RankPool, options: dict[str, Any]) -> None:
-    """Backward repeats the exchanges of the steps that a rank computes, and ranks compute other numbers of steps. Their plans
-    differ, and they say so instead of waiting."""
+    """Backward repeats the exchanges of the steps that a rank computes, and ranks compute different numbers of steps. Their
+    plans differ, and they say so instead of waiting."""
     for error in pool4.run(rank_own_ring.checkpointed, options):
         assert error == "PlanMismatchError", error
 
