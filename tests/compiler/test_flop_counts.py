@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -120,8 +120,7 @@ def test_split_ops_count_nothing() -> None:
 # --- Inductor's overlap scheduling --------------------------------------------------------------------------------------
 
 
-@contextmanager
-def without_python_dispatcher() -> Iterator[None]:
+def without_python_dispatcher() -> AbstractContextManager[object]:
     """Let `all_gather_object`, by which the scheduler agrees on times, leave the GIL while it queues work.
 
     Compilation turns the Python dispatcher on, whose ops hold the GIL. torch's gloo group destroys finished work with its queue
@@ -133,11 +132,7 @@ def without_python_dispatcher() -> Iterator[None]:
         with no_python_dispatcher():
             original(*args, **kwargs)
 
-    dist.all_gather_object = gather
-    try:
-        yield
-    finally:
-        dist.all_gather_object = original
+    return mock.patch.object(dist, "all_gather_object", gather)
 
 
 def scheduled(rank: int, world: int) -> tuple[float | None, float, int, list[str]]:

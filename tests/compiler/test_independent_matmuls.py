@@ -25,7 +25,7 @@ from ub_overlap.compiler.cost.policy import Policy
 from ub_overlap.compiler.graph.aten import shape_of
 from ub_overlap.compiler.graph.emitter import Emitter
 from ub_overlap.compiler.graph.matmul import Operand
-from ub_overlap.compiler.match import Reduction, find_candidates
+from ub_overlap.compiler.match import Candidate, Reduction, find_candidates
 from ub_overlap.compiler.match.fusion_order import FusionOrder
 from ub_overlap.compiler.options import Options, parse
 from ub_overlap.compiler.overrides.requested_strategy import Override
@@ -212,11 +212,9 @@ def test_equal_sizes_share_no_more_than_they_may() -> None:
     graph = d.output(scale)
     costs, candidates = SiteCosts.of(graph, Policy.of(AUTO)), find_candidates(graph)
 
-    def found(finder: AlternativeFinder, override: Override | None) -> list[list[tuple[object, ...]]]:
-        return [
-            [(str(a.strategy), [m.node.name for m in a.site.matmuls], a.saved_us) for a in finder.find(c, override).ranked]
-            for c in candidates
-        ]
+    def found(finder: AlternativeFinder, c: Candidate, override: Override | None) -> list[tuple[object, ...]]:
+        ranked = finder.find(c, override).ranked
+        return [(str(a.strategy), [m.node.name for m in a.site.matmuls], a.saved_us) for a in ranked]
 
     def finder() -> AlternativeFinder:
         return AlternativeFinder(costs, FusionOrder(graph), lambda _: None)
@@ -228,8 +226,8 @@ def test_equal_sizes_share_no_more_than_they_may() -> None:
         Override(Strategy(Mode.PIPELINED), "a test", independent=1),
         None,
     ):
-        fresh = [found(finder(), override)[i] for i in range(len(candidates))]
-        assert found(shared, override) == fresh
+        for c in candidates:
+            assert found(shared, c, override) == found(finder(), c, override)
     sets = shared._sets  # of three kinds of layers, chosen and requested
     assert len(sets._bulk_sets) == len(sets._pipelined_sets) == 2 * 3
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -129,16 +130,21 @@ def test_torchtitan_on_two_ranks() -> None:
     assert strategies.keys() <= {"split", "pipelined", "bulk"} and strategies["split"] > PARAMETERS, strategies
 
 
-def saved_shapes(rank: int, world: int, reshard: bool, options: dict[str, Any]) -> tuple[float, Counter[str], Counter[Any]]:
-    """Return the error against plain SimpleFSDP, the gathers by phase, and the shapes of what backward reads."""
-    plain, case = (build(rank, world, MODEL, {"source": "torchtitan", "reshard": r}) for r in (False, reshard))
-    expected, mark, saved = values(plain, plain.module), HISTORY.mark(), Counter[Any]()
+def counted_by_shape(saved: Counter[Any]) -> AbstractContextManager[None]:
+    """Count in `saved`, by shape, the tensors that are saved for backward in this context."""
 
     def pack(tensor: Tensor) -> Tensor:
         saved[tuple(tensor.shape)] += 1
         return tensor
 
-    with uncached(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def saved_shapes(rank: int, world: int, reshard: bool, options: dict[str, Any]) -> tuple[float, Counter[str], Counter[Any]]:
+    """Return the error against plain SimpleFSDP, the gathers by phase, and the shapes of what backward reads."""
+    plain, case = (build(rank, world, MODEL, {"source": "torchtitan", "reshard": r}) for r in (False, reshard))
+    expected, mark, saved = values(plain, plain.module), HISTORY.mark(), Counter[Any]()
+    with uncached(), counted_by_shape(saved):
         actual = values(case, torch.compile(case.module, backend="ub_overlap", options=options))
     gathers = Counter(d.phase for p in HISTORY.since(mark) for d in p.decisions if collective_of(d.kind.value) == "all_gather")
     return max(error(actual[name], expected[name], name) for name in expected), gathers, saved
@@ -163,12 +169,7 @@ def test_resharding(titan4: RankPool, options: dict[str, Any]) -> None:
 def kept_for_backward(rank: int, world: int, budget: float | None) -> Counter[Any]:
     """Return the shapes of what backward reads of forward. On the ranks, `build` of the example."""
     case, saved = build(rank, world, MODEL, {}), Counter[Any]()
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[tuple(tensor.shape)] += 1
-        return tensor
-
-    with uncached(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with uncached(), counted_by_shape(saved):
         values(case, torch.compile(case.module, backend="ub_overlap", options={**SPLIT, "memory_budget": budget}))
     return saved
 
