@@ -1,0 +1,1 @@
+"""Gated persistent matmuls against pieces of cuBLAS, on one GPU."""
