@@ -1,6 +1,7 @@
 # Two commands: `make demo` and `make test`. Each does all its own set-up (.venv, torch, the extension); a second call is quick.
 #   make demo ARGS="--steps 40 --layers 4"     make test ARGS="tests/cli -k info"     make PYTHON=python3.12 test
 #   make WORKERS=4 test
+# Three tiers of tests: `make check`, `make test`, `make full`; tests/harness/tiers.py says which test is in which.
 PYTHON ?= python3
 ARGS ?=
 WORKERS ?= 2
@@ -12,10 +13,12 @@ CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.hpp' -o -name '*.cpp' -o -
 SOURCES := $(shell find src compiler runtime tools csrc -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' 2>/dev/null)
 SOURCES += $(wildcard setup.py build_tools/*.py pyproject.toml MANIFEST.in README.md LICENSE .ci/install)
 
-.PHONY: help demo test lint docs format install clean
+.PHONY: help demo check test full lint docs format install clean
 help:
 	@echo "make demo     train a small Llama on 2 local ranks, eager and through ub_overlap, side by side"
-	@echo "make test     all tests, by WORKERS=$(WORKERS) processes of pytest"
+	@echo "make check    lint, types, words, and the pure tests: 2 minutes"
+	@echo "make test     with the tests on ranks and of programs, by WORKERS=$(WORKERS) processes of pytest: 12 minutes"
+	@echo "make full     everything: also fuzz, families, soak, installs, examples, benchmarks"
 	@echo "make lint     ruff, clang-format, pyrefly, words   make format   let ruff and clang-format rewrite"
 	@echo "make docs     the documentation as a site in build/docs; a broken link fails"
 	@echo "make install  set up .venv and install the package make clean    remove .venv and all that was built"
@@ -23,8 +26,17 @@ help:
 demo: $(VENV)/.package
 	@$(BIN)/python examples/llama_tp/demo.py $(ARGS)
 
+# With ARGS, all tests that these name; else those of the tier.
+pytest = $(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n $(WORKERS) --tier $(1) tests)
+
+check: lint
+	@$(call pytest,check)
+
 test: $(VENV)/.package $(VENV)/.test
-	@$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n $(WORKERS) tests)
+	@$(call pytest,test)
+
+full: lint
+	@$(call pytest,full)
 
 # The type checker looks ub_overlap up where it is installed.
 lint: $(VENV)/.package $(VENV)/.lint $(VENV)/.test

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 # Read when torch is imported, here and in all processes of tests.
@@ -14,6 +15,11 @@ os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE_DEFAULT", "0")
 # Two processes of pytest and their ranks share the cores. Processes that compile for Inductor would each import torch first.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Kernels that Inductor has compiled live between runs, by their sources: g++ takes 2 to 4 s for each.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ub_overlap_tests", f"torch-{version('torch')}")),
+)
 if sys.platform == "linux":
     os.environ.setdefault("CXX", str(Path(__file__).parent / "harness/bin/g++"))
 
@@ -21,7 +27,22 @@ import pytest
 from hypothesis import settings
 
 import tests.harness.shared_memory  # noqa: F401  (tags the segments of this process and of all that it starts)
-from tests.harness.fixtures import hf2, hf4, pool2, pool3, pool4  # noqa: F401  (fixtures, found by name)
+from tests.harness import tier_hooks
+from tests.harness.fixtures import (  # noqa: F401  (fixtures, found by name)
+    fake2,
+    fake3,
+    fake4,
+    hf2,
+    hf4,
+    pool2,
+    pool3,
+    pool4,
+)
+from tests.harness.tier_hooks import (  # noqa: F401  (hooks and a fixture, found by name)
+    pytest_collection_modifyitems,
+    pytest_terminal_summary,
+    starts_no_process,
+)
 from tests.harness.workers import pytest_xdist_make_scheduler  # noqa: F401  (a hook, found by name)
 
 # Tests store reports in a separate folder, which ranks and subprocesses inherit. The ranks of torchrun share one folder.
@@ -40,6 +61,7 @@ settings.load_profile("ub_overlap")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    tier_hooks.configure(config)
     config.addinivalue_line("markers", "gpu: runs on GPUs, and skips with a reason where there are too few")
     config.addinivalue_line("markers", "soak: half a minute of a program of tests/soak")
     config.addinivalue_line("markers", "full: left out with --quick")
@@ -48,5 +70,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    tier_hooks.add_options(parser)
     parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="device of the tests under torchrun")
     parser.addoption("--quick", action="store_true", help="fewer GPU tests, fewer iterations")

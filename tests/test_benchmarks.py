@@ -45,6 +45,7 @@ def printed(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     return capsys.readouterr().out
 
 
+@pytest.mark.tier("test")
 def test_ops_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three ranks take part. Columns that need CUDA are omitted with that reason; all others have times."""
     path = tmp_path / "ops.json"
@@ -86,6 +87,7 @@ def test_ops_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     assert "float8 wire" in text
 
 
+@pytest.mark.tier("full")
 def test_blocks_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder = tmp_path / "blocks.json", tmp_path / "profile"
     arguments = ["--size", "tiny", "--seq", "32", "--iters", "2", "--warm", "1", "--json", str(path), "--profile", str(folder)]
@@ -108,6 +110,7 @@ def test_blocks_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert "| tiny block, 32 tokens" in text and "until a step returns" in text and "forced" in out
 
 
+@pytest.mark.tier("full")
 def test_feed_forward_alone(tmp_path: Path) -> None:
     """Norm and feed-forward have two sites per direction. TransformerEngine needs CUDA, and is no variant of a block."""
     path = tmp_path / "mlp.json"
@@ -123,6 +126,7 @@ def test_feed_forward_alone(tmp_path: Path) -> None:
         on_cpu_ranks(2, "benchmarks.blocks", [*arguments, "--variants", "te"])
 
 
+@pytest.mark.tier("full")
 def test_mirror_of_two_blocks(tmp_path: Path) -> None:
     """Two processes run two blocks of four ranks in a row. Variants of torch are refused; a waterfall needs CUDA."""
     path = tmp_path / "blocks.json"
@@ -236,6 +240,7 @@ def test_floor_with_the_sum() -> None:
     assert derive(gather)["B + sum"] is None and "B + sum" not in ops_text({"rows": [gather]}, "github")
 
 
+@pytest.mark.tier("full")
 def test_mirror_of_four_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes time a group of four. Results are compared with those of two ranks in the same roles, and tables say so."""
     path = tmp_path / "mirror.json"

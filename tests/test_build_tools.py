@@ -44,6 +44,7 @@ def test_headers_are_read_from_the_sources() -> None:
     assert not [name for name in headers if not name.startswith("cu")]
 
 
+@pytest.mark.tier("test")
 def test_a_complete_toolkit(toolkit: Path) -> None:
     built, note = cuda_toolkit.decide("auto", torch_with(toolkit), HEADERS)
     assert built
@@ -51,10 +52,12 @@ def test_a_complete_toolkit(toolkit: Path) -> None:
     assert cuda_toolkit.decide("0", torch_with(toolkit), HEADERS) == (False, "UB_OVERLAP_BUILD_CUDA=0")
 
 
+@pytest.mark.tier("test")
 def test_a_newer_minor_version_of_nvcc_is_fine(toolkit: Path) -> None:
     assert cuda_toolkit.find_problem(torch_with(toolkit, "13.2"), HEADERS) == ""
 
 
+@pytest.mark.tier("test")
 def test_missing_headers_are_named(toolkit: Path) -> None:
     """Directly included or through another header: the compiler looks for both."""
     (toolkit / "include/cublasLt.h").write_text("#include <library_types.h>\n")
@@ -63,6 +66,7 @@ def test_missing_headers_are_named(toolkit: Path) -> None:
     assert "has no header cublasLt.h" in cuda_toolkit.find_problem(torch_with(toolkit), HEADERS)
 
 
+@pytest.mark.tier("test")
 def test_headers_elsewhere_count(toolkit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CPATH adds folders for the compiler, e.g. the headers of NVIDIA's pip packages."""
     elsewhere = tmp_path / "elsewhere"
@@ -73,6 +77,7 @@ def test_headers_elsewhere_count(toolkit: Path, tmp_path: Path, monkeypatch: pyt
     assert cuda_toolkit.find_problem(torch_with(toolkit), HEADERS) == ""
 
 
+@pytest.mark.tier("test")
 def test_why_not(toolkit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every reason is one line that names what is missing."""
     monkeypatch.setenv("CUDA_HOME", str(toolkit))
@@ -165,6 +170,7 @@ def test_a_failed_wheel_is_reported_and_the_others_are_built(
     assert f"wheel  {tmp_path}/good.whl" in streams.out
 
 
+@pytest.mark.tier("test")
 def test_a_missing_interpreter_does_not_stop_the_other_wheels(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ SITES = {"gathered": "4 split", "ring": "3 split", "ulysses": "8 split", "halves
 FORMS = ("--forms", ",".join(SITES))
 
 
+@pytest.mark.tier("full")
 def test_context_parallel_on_cpu_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

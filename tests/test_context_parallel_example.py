@@ -8,14 +8,18 @@ from pathlib import Path
 import pytest
 
 from tests.harness.programs import run_program
+from tests.harness.tiers import full_but
+
+pytestmark = pytest.mark.tier("test")
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/context_parallel/train.py"
 SMALL = ["--device", "cpu", "--inner", "aot_eager", "--steps", "2", "--seq", "32", "--dim", "64", "--layers", "1", "--check"]
 
 
-@pytest.mark.parametrize(
-    ("form", "exchanges"), [("gathered", {"all_gather": 2, "reduce_scatter": 2}), ("ulysses", {"all_to_all": 8})]
-)
+FORMS = [("gathered", {"all_gather": 2, "reduce_scatter": 2}), ("ulysses", {"all_to_all": 8})]
+
+
+@pytest.mark.parametrize(("form", "exchanges"), full_but(FORMS[:1], FORMS))
 def test_losses_agree(form: str, exchanges: dict[str, int]) -> None:
     finished = run_program(2, EXAMPLE, [*SMALL, "--form", form])
     assert finished.code == 0, finished.tail()

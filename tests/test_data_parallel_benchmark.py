@@ -33,6 +33,7 @@ from ub_overlap.tools.planner.models import shard_parameters
 from ub_overlap.tools.rank_process import World
 
 
+@pytest.mark.tier("full")
 def test_data_parallel_on_cpu_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +244,7 @@ def test_low_contention_collectives_are_counted() -> None:
     assert all(hasattr(torch.ops.symm_mem, f"_low_contention_{name}") for name in ("all_gather", "reduce_scatter"))
 
 
+@pytest.mark.tier("full")
 def test_without_inductor(tmp_path: Path) -> None:
     """Variants of ours are compared with compute, whose weights are whole, and with each other. Here each rank is a host."""
     path = tmp_path / "data_parallel.json"

@@ -14,6 +14,7 @@ from tests.test_benchmarks import FACTS, on_cpu_ranks, printed
 OURS = {"one_shot", "two_shot", "one_shot + norm", "two_shot + norm"}
 
 
+@pytest.mark.tier("full")
 def test_decode_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "decode.json"
     on_cpu_ranks(2, "benchmarks.decode", ["--bytes", "1k,16k", "--iters", "2", "--warm", "1", "--json", str(path)])
@@ -27,6 +28,7 @@ def test_decode_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert "16 KiB" in printed(path, capsys, monkeypatch)
 
 
+@pytest.mark.tier("full")
 def test_mirror_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes in the place of four ranks: only ours is timed, and the results of one_shot are those of these roles."""
     path = tmp_path / "mirror.json"
@@ -40,6 +42,7 @@ def test_mirror_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert "Mirror of 4 ranks" in printed(path, capsys, monkeypatch)
 
 
+@pytest.mark.tier("full")
 def test_tiny_layers_on_cpu_ranks(tmp_path: Path) -> None:
     path = tmp_path / "layers.json"
     out = on_cpu_ranks(2, "benchmarks.decode", ["--tiny", "--iters", "2", "--warm", "1", "--json", str(path)])

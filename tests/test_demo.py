@@ -15,6 +15,7 @@ import pytest
 from tests.gpu.launch import launch, torchrun
 from tests.harness.programs import run_program
 from tests.harness.ranks import PATIENCE_S
+from tests.harness.tiers import full_but
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -39,7 +40,8 @@ def console(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("batch", full_but([1], [1, 2]))
 def test_curves_agree(batch: int, tmp_path: Path) -> None:
     """The demo finds its own files from another folder. Batch sizes 1 and 2 trace different views."""
     page = tmp_path / "page.html"
@@ -51,6 +53,7 @@ def test_curves_agree(batch: int, tmp_path: Path) -> None:
     assert f"open {page}" in output and "forward.0" in page.read_text()
 
 
+@pytest.mark.tier("full")
 def test_more_ranks_and_no_overlap(tmp_path: Path) -> None:
     """The page is in a new folder of mode 0700, never at a name that another user can prepare."""
     victim, folder = tmp_path / "victim", tmp_path / "tmp"
@@ -115,6 +118,7 @@ def test_a_rank_that_dies_fails_the_demo(monkeypatch: pytest.MonkeyPatch, capsys
     assert "demo failed: process 1 terminated with signal SIGKILL" in capsys.readouterr().err
 
 
+@pytest.mark.tier("test")
 def test_readme_example() -> None:
     """examples/tp_mlp.py runs under torchrun, and the README contains its exact code."""
     example = EXAMPLES / "tp_mlp.py"

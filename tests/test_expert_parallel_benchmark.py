@@ -16,6 +16,7 @@ from benchmarks.waterfall import StepTimes, compare
 from tests.test_benchmarks import FACTS, on_cpu_ranks, printed
 
 
+@pytest.mark.tier("full")
 def test_expert_parallel_on_cpu_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,6 +36,7 @@ def test_expert_parallel_on_cpu_ranks(
     assert "tiny, 1 layers, 24 tokens, 2 experts a rank, skewed" in printed(path, capsys, monkeypatch)
 
 
+@pytest.mark.tier("full")
 def test_checkpointed_layers(tmp_path: Path) -> None:
     """Backward of ours repeats the dispatch only: 3 exchanges of forward, 3 of backward."""
     path = tmp_path / "expert_parallel.json"

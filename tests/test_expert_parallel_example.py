@@ -10,7 +10,10 @@ import torch.distributed as dist
 
 from examples.expert_parallel import train
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but
 from ub_overlap.compiler.reports.history import HISTORY
+
+pytestmark = pytest.mark.tier("test")
 
 
 def run(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
@@ -24,7 +27,7 @@ def run(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(("world", "halves"), [(2, False), (4, False), (2, True)])
+@pytest.mark.parametrize(("world", "halves"), full_but([(2, False)], [(2, False), (4, False), (2, True)]))
 def test_gradients_of_the_first_step(request: pytest.FixtureRequest, world: int, halves: bool) -> None:
     """One layer, whole or in two halves of its tokens; its counts are not split."""
     pool: RankPool = request.getfixturevalue(f"pool{world}")

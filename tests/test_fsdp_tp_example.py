@@ -9,6 +9,8 @@ import pytest
 
 from tests.harness.programs import run_program
 
+pytestmark = pytest.mark.tier("test")
+
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/fsdp_tp/train.py"
 SMALL = ["--device", "cpu", "--inner", "aot_eager", "--steps", "2", "--seq", "32", "--dim", "64", "--layers", "1", "--check"]
 
@@ -21,6 +23,7 @@ def train(ranks: int, *arguments: str) -> tuple[str, list[float]]:
     return finished.output, [float(text) for text in re.findall(r"step \d+: loss ([\d.]+)", finished.output)]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.timeout(420)
 def test_forms_go_on_from_one_checkpoint(tmp_path: Path) -> None:
     """Gathered in the graph over 2 ranks, then fully_shard x tensor parallelism over 4, which goes on with lower losses."""

@@ -15,6 +15,7 @@ from benchmarks.grouped_matmul.table import FORMS
 from tests.test_benchmarks import FACTS, printed
 
 
+@pytest.mark.tier("full")
 def test_grouped_matmul_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "grouped_matmul.json"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -18,6 +18,8 @@ import pytest
 
 from tests.harness.ranks import PATIENCE_S
 
+pytestmark = pytest.mark.tier("full")
+
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = (".*", "__pycache__", "*.egg-info", "*.so", "_C_build.json", "build", "dist")
 HIDDEN_SOURCES = (".ci", ".clang-format", ".gitignore")

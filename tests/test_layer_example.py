@@ -64,6 +64,7 @@ def check(code: int | None, output: str, expected: tuple[int, int]) -> None:
     assert float(with_overlap[-1]) < float(with_overlap[0])
 
 
+@pytest.mark.tier("test")
 def test_one_replica_and_the_same_seed() -> None:
     """A run without overlap has the losses of the comparison run on 2 ranks: dropout and data are the same."""
     code, output = run(2, SMALL)
@@ -78,6 +79,7 @@ def test_one_replica_and_the_same_seed() -> None:
     assert "[rank 1] iteration" not in output
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(("recipe", "collectives"), [("tensorwise", 8), ("delayed", 7)])
 def test_float8(recipe: str, collectives: int) -> None:
     """Both variants run in FP8 with the expected numbers of overlapped sites and collectives.
@@ -90,6 +92,7 @@ def test_float8(recipe: str, collectives: int) -> None:
     assert f"with linears in float8 ({recipe})" in output
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.report import markdown
 from tests.test_benchmarks import FACTS, on_cpu_ranks
+
+pytestmark = pytest.mark.tier("full")
 
 
 def test_pipeline_on_cpu_ranks(tmp_path: Path) -> None:

@@ -12,8 +12,11 @@ import torch.distributed as dist
 import ub_overlap
 from examples.pipeline import train
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but
 from ub_overlap.runtime import ops
 from ub_overlap.runtime.deferred_gradients import DeferredGradients
+
+pytestmark = pytest.mark.tier("test")
 
 
 def run(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
@@ -32,26 +35,28 @@ def run(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(
-    ("world", "arguments"),
-    [
-        (2, "--schedule 1F1B --blocks 4"),
-        (2, "--schedule Interleaved1F1B --blocks 4 --compile --inner aot_eager"),
-        (2, "--schedule ZBVZeroBubble --blocks 4"),
-        (2, "--schedule 1F1B --blocks 4 --compile --inner aot_eager --defer"),
-        (2, "--schedule ZBVZeroBubble --blocks 4 --compile --inner aot_eager --defer"),
-        (2, "--schedule DualPipeV --blocks 4 --compile --inner aot_eager --defer"),
-        (4, "--schedule ZBVZeroBubble --blocks 4 --tp 2 --compile --inner aot_eager --overlap force --defer"),
-        (4, "--schedule ZBVZeroBubble --blocks 4 --dp 2 --microbatches 4 --compile --inner aot_eager --defer"),
-        (4, "--schedule ZBVZeroBubble --blocks 8"),
-        (4, "--schedule ZBVZeroBubble --blocks 8 --compile --inner aot_eager --defer"),
-        (4, "--schedule ZBVZeroBubble --blocks 8 --compile --inner aot_eager"),
-        (4, "--schedule Interleaved1F1B --blocks 8 --compile --inner aot_eager"),
-        (4, "--schedule Interleaved1F1B --blocks 8 --compile --inner aot_eager --defer"),
-        (4, "--schedule Interleaved1F1B --blocks 4 --tp 2 --compile --inner aot_eager --overlap force --defer"),
-        (4, "--schedule Interleaved1F1B --blocks 4 --tp 2 --compile --inner aot_eager --overlap force"),
-    ],
-)
+SCHEDULES = [
+    (2, "--schedule 1F1B --blocks 4"),
+    (2, "--schedule Interleaved1F1B --blocks 4 --compile --inner aot_eager"),
+    (2, "--schedule ZBVZeroBubble --blocks 4"),
+    (2, "--schedule 1F1B --blocks 4 --compile --inner aot_eager --defer"),
+    (2, "--schedule ZBVZeroBubble --blocks 4 --compile --inner aot_eager --defer"),
+    (2, "--schedule DualPipeV --blocks 4 --compile --inner aot_eager --defer"),
+    (4, "--schedule ZBVZeroBubble --blocks 4 --tp 2 --compile --inner aot_eager --overlap force --defer"),
+    (4, "--schedule ZBVZeroBubble --blocks 4 --dp 2 --microbatches 4 --compile --inner aot_eager --defer"),
+    (4, "--schedule ZBVZeroBubble --blocks 8"),
+    (4, "--schedule ZBVZeroBubble --blocks 8 --compile --inner aot_eager --defer"),
+    (4, "--schedule ZBVZeroBubble --blocks 8 --compile --inner aot_eager"),
+    (4, "--schedule Interleaved1F1B --blocks 8 --compile --inner aot_eager"),
+    (4, "--schedule Interleaved1F1B --blocks 8 --compile --inner aot_eager --defer"),
+    (4, "--schedule Interleaved1F1B --blocks 4 --tp 2 --compile --inner aot_eager --overlap force --defer"),
+    (4, "--schedule Interleaved1F1B --blocks 4 --tp 2 --compile --inner aot_eager --overlap force"),
+]
+SHORT = (SCHEDULES[0], SCHEDULES[4], SCHEDULES[7], SCHEDULES[13])
+"""Without graphs, with deferred weight gradients, next to data and to tensor parallelism."""
+
+
+@pytest.mark.parametrize(("world", "arguments"), full_but(SHORT, SCHEDULES))
 def test_gradients_of_the_first_step(request: pytest.FixtureRequest, world: int, arguments: str) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
     results = pool.run(run, [*arguments.split(), "--steps", "2", "--width", "32"])

@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 from tests.gpu.launch import launch, torchrun
+from tests.harness.tiers import full_but
+
+pytestmark = pytest.mark.tier("test")
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples/recovery/shrink.py"
@@ -42,7 +45,10 @@ def check(output: str, ranks: int) -> None:
         assert losses == pytest.approx(losses_without_fault()[KILLED:], rel=1e-4), output
 
 
-@pytest.mark.parametrize(("flags", "members"), [(["--ranks", "3"], "0, 1"), (["--ranks", "2", "--spares", "1"], "0, 2")])
+RANKS = [(["--ranks", "3"], "0, 1"), (["--ranks", "2", "--spares", "1"], "0, 2")]
+
+
+@pytest.mark.parametrize(("flags", "members"), full_but(RANKS[1:], RANKS))
 def test_in_process(flags: list[str], members: str) -> None:
     """The survivors go on alone, on fewer ranks, or with a spare process. Their errors name the killed rank."""
     finished = launch([sys.executable, str(EXAMPLE), "--steps", str(STEPS), "--kill-at", str(KILLED), *flags], 240)
@@ -55,6 +61,7 @@ def test_in_process(flags: list[str], members: str) -> None:
     assert [f"process {n}: done" in finished.output for n in (0, 1, 2)] == [str(n) in members for n in (0, 1, 2)]
 
 
+@pytest.mark.tier("full")
 def test_elastic_restart(tmp_path: Path) -> None:
     finished = launch([*torchrun(2), "--max-restarts=1", str(EXAMPLE.with_name("elastic.py")), "--folder", str(tmp_path)], 240)
     assert finished.code == 0, finished.tail()

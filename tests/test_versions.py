@@ -94,18 +94,21 @@ def stub_torch(folder: Path, version: str, *, cuda: str | None = None, home: str
     return folder
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("version", ["2.10.0+cu128", "2.16.0"])
 def test_build_refuses_an_unsupported_torch(version: str, tmp_path: Path) -> None:
     (line,) = refuse(stub_torch(tmp_path, version)).splitlines()
     assert f"got torch {version}" in line and f"expected torch {_versions.SUPPORTED_TORCH}" in line
 
 
+@pytest.mark.tier("test")
 def test_build_without_torch_says_so(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch')")
     (line,) = refuse(tmp_path).splitlines()
     assert f"the build needs torch {_versions.SUPPORTED_TORCH}" in line
 
 
+@pytest.mark.tier("test")
 def test_requested_cuda_without_headers_fails_in_one_line(tmp_path: Path) -> None:
     """An nvcc alone is not a toolkit: torch guesses CUDA_HOME from its folder, where the headers are missing."""
     nvcc = tmp_path / "home/bin/nvcc"
@@ -117,11 +120,13 @@ def test_requested_cuda_without_headers_fails_in_one_line(tmp_path: Path) -> Non
     assert re.search(r"UB_OVERLAP_BUILD_CUDA=1, but CUDA_HOME is not set, .* has no header \w+\.h", line)
 
 
+@pytest.mark.tier("test")
 def test_requested_cuda_with_a_cpu_torch_fails_in_one_line(tmp_path: Path) -> None:
     (line,) = refuse(stub_torch(tmp_path, "2.13.0+cpu"), UB_OVERLAP_BUILD_CUDA="1").splitlines()
     assert "torch 2.13.0+cpu is a build without CUDA" in line
 
 
+@pytest.mark.tier("test")
 def test_an_old_setuptools_is_named(tmp_path: Path) -> None:
     """setuptools 65, which Python 3.11 puts into new environments, fails on pyproject.toml with a page of text."""
     (tmp_path / "setuptools.py").write_text("__version__ = '65.5.0'")

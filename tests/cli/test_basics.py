@@ -59,6 +59,7 @@ def run(arguments: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("where", ["root", "elsewhere"])
 def test_runs_from_anywhere(where: str, tmp_path: Path) -> None:
     """The checkout's folders compiler/ and runtime/ must not shadow the installed package."""

@@ -25,6 +25,8 @@ from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Kind
 from ub_overlap.compiler.plan.strategy import Mode, Strategy
 
+pytestmark = pytest.mark.tier("test")
+
 TRAINING = """
 import fnmatch, json, os, pathlib, sys, time
 plan = json.loads(pathlib.Path(__file__).with_name("plan.json").read_text())

@@ -118,6 +118,7 @@ def test_without_yes_nothing_happens(store: Path) -> None:
     assert exit.value.code == 2 and names(store) == before
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(("answer", "code"), [("n", 1), ("", 1), ("y", 0)])
 def test_the_question(answer: str, code: int, store: Path) -> None:
     ours, theirs = pty.openpty()

@@ -13,6 +13,8 @@ import pytest
 from tests.harness.ranks import PATIENCE_S
 from ub_overlap.cli import main
 
+pytestmark = pytest.mark.tier("test")
+
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from ub_overlap.cli import main; sys.exit(main(sys.argv[1:]))"
 MODEL = ("--model", "llama-8b")
 

@@ -17,6 +17,7 @@ from torch import Tensor
 import ub_overlap
 from tests.compiler.rank_compile import build, plans_of
 from tests.compiler.test_split import SPLIT, ZERO3, automatic, calls, compare_name, hidden_matmuls
+from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 from tests.models.compare import compare, uncached
 from tests.runtime.rank_failures import attempt
@@ -31,6 +32,8 @@ from ub_overlap.runtime.extension import extension
 from ub_overlap.runtime.session import own_groups
 from ub_overlap.runtime.session.transport import transport_signature
 from ub_overlap.runtime.stats import site_stats
+
+pytestmark = pytest.mark.tier("test")
 
 
 @pytest.fixture(scope="module")
@@ -238,19 +241,19 @@ def test_fused_sites_are_refused(hosts2: RankPool, options: dict[str, Any]) -> N
             assert "its ranks are on 2 hosts" in d["detail"]
 
 
-def test_auto_takes_parameters_only(hosts2: RankPool) -> None:
+def test_auto_takes_parameters_only() -> None:
     """As within a host: gathers of parameters and reductions of gradients, if the network lets them hide."""
-    for found, others in hosts2.run(automatic):
+    for found, others in FakeRanks(2, hosts="1").run(automatic):
         assert found["forward all_gather split"] > 0 and found["backward reduce_scatter split"] > 0, found
         assert {kind.split()[-1] for kind in found} == {"split", "none"}, found
         assert not any("all_gather split" in kind for kind in others), others
 
 
-def test_small_collectives_are_split_too(hosts2: RankPool, pool2: RankPool) -> None:
+def test_small_collectives_are_split_too() -> None:
     """Their latency is worth hiding, alone or in buckets. Look-alike: within a host they are below the threshold alone."""
-    for found in hosts2.run(small):
+    for found in FakeRanks(2, hosts="1").run(small):
         assert found["split"] > 0 and found["bucket"] > 0 and found["below_threshold"] == 0, found
-    for found in pool2.run(small):
+    for found in FakeRanks(2).run(small):
         assert found["split"] == 0 and found["below_threshold"] > 0, found
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.compiler.dags import Dag
 from tests.compiler.rank_compile import FORCE, build, saved_sizes, since
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import INNER
 from tests.harness.traces import as_loss
 from tests.models.compare import Values, error, uncached, values
 from ub_overlap.compiler.cost.policy import Policy
@@ -58,7 +59,7 @@ def backward_gathers(saved: Saved) -> list[Decision]:
     [(ACTIVATION, 2 * 8 * 64, 8 * 64, 1, 2), (WEIGHT, 96 * 64, 48 * 64, 0, 2)],
     ids=["activation", "weight"],
 )
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 def test_shard_is_kept(
     pool2: RankPool, model: tuple[str, dict[str, Any]], gathered: int, shard: int, before: int, after: int, inner: str
 ) -> None:

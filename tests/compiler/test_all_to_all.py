@@ -19,6 +19,7 @@ from tests.compiler.rank_compile import build
 from tests.cost.machine import PLAIN
 from tests.harness.profiles import stored, with_exchanges_as_pushes
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but
 from tests.models.compare import Comparison, error, uncached, values
 from tests.models.hf_moe import STRATEGIES
 from ub_overlap.compiler.cost import load
@@ -400,28 +401,30 @@ def test_shards_of_experts(pool4: RankPool) -> None:
         assert sorted(groups.values()) == [3, 3, 3, 3, 4], groups
 
 
-@pytest.mark.parametrize(
-    ("kind", "routing"),
-    [
-        ("mixtral", "random"),
-        ("qwen3_moe", "random"),
-        ("deepseek_v3", "random"),
-        ("mixtral", "first"),
-        ("deepseek_v3", "absent"),
-    ],
-)
+BLOCKS = [
+    ("mixtral", "random"),
+    ("qwen3_moe", "random"),
+    ("deepseek_v3", "random"),
+    ("mixtral", "first"),
+    ("deepseek_v3", "absent"),
+]
+
+
+@pytest.mark.parametrize(("kind", "routing"), full_but(BLOCKS[3:], BLOCKS))
 def test_blocks_of_transformers(hf2: RankPool, kind: str, routing: str) -> None:
     """With experts on two ranks they compute what they do with all experts on one: also where one rank gets all tokens, and
     where one has none."""
     check_block(hf2, kind, routing)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(("kind", "routing"), [("mixtral", "absent"), ("qwen3_moe", "first"), ("deepseek_v3", "random")])
 def test_blocks_of_transformers_on_four_ranks(hf4: RankPool, kind: str, routing: str) -> None:
     """Each rank has one expert."""
     check_block(hf4, kind, routing)
 
 
+@pytest.mark.tier("full")
 def test_a_block_of_transformers_by_the_cost_model(hf2: RankPool, slow_profile: str) -> None:
     """The shared expert is worth hiding the exchanges behind on a slow machine, but not where an exchange takes 1 us."""
     curves = {**load("h200").collectives, "all_to_all": {2: ((1.0, 1.0), (1e9, 2.0))}}

@@ -149,6 +149,7 @@ def test_a_graph_is_rewritten_once(fake_group: None) -> None:
         ub_overlap.explain(gm, FORCE)
 
 
+@pytest.mark.tier("test")
 def test_inductor_keeps_the_order(fake_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a graph of inference, Inductor moves nodes towards their readers between our two passes: starts to their finishes."""
 

@@ -15,6 +15,7 @@ from tests.compiler.dags import Dag, aten, c10d, inputs_of, module_of
 from tests.compiler.rank_buckets import buckets, run_blocks
 from tests.compiler.rank_compile import world_name
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.cost.profile_lookup import FOLDER
 from ub_overlap.compiler.options import Options, parse
@@ -267,7 +268,7 @@ def run_graph(rank: int, world: int, collective: str) -> str:
 
 @pytest.mark.parametrize(
     "options",
-    [{"inner": "aot_eager"}, {"memory_budget": 0}, {"inner": "aot_eager", "verify": True, "memory_budget": 0}],
+    [{"inner": "aot_eager"}, in_full({"memory_budget": 0}), {"inner": "aot_eager", "verify": True, "memory_budget": 0}],
     ids=["aot_eager", "inductor", "verify"],
 )
 def test_sharded_blocks(pool2: RankPool, options: dict[str, Any]) -> None:

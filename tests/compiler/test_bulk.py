@@ -11,6 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 from tests.compiler.rank_compile import build, check
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import INNER
 from tests.harness.traces import as_loss, capture
 from tests.models.compare import uncached
 from ub_overlap.compiler.match import find_candidates
@@ -43,7 +44,7 @@ def test_independent_products_of_a_llama_block(pool2: RankPool, stage: str) -> N
         assert found["backward"] == [("all_gather", 0), ("reduce_scatter", 3), ("all_gather", 3), ("reduce_scatter", 7)]
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 def test_forced_bulk(pool2: RankPool, inner: str) -> None:
     for outcome in pool2.run(forced, inner):
         outcome.check()

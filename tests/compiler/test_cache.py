@@ -22,7 +22,10 @@ MODEL = ("tests.models.megatron", {"dims": 2})
 BASE: dict[str, Any] = {"overlap": "force"}
 
 
-pytestmark = since((2, 12), "AOTAutograd's cache stays unused there, for a reason not found yet")
+pytestmark = [
+    since((2, 12), "AOTAutograd's cache stays unused there, for a reason not found yet"),
+    pytest.mark.tier("test"),
+]
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ def test_cold(cold: list[Run]) -> None:
         assert got.error < 1e-5
 
 
+@pytest.mark.tier("test")
 def test_warm(warm: RankPool) -> None:
     """A warm start runs the ops without any pass, and reports decisions from the plan store."""
     for got in warm.run(run, BASE, True):
@@ -97,6 +101,7 @@ def test_warm(warm: RankPool) -> None:
         assert got.explained == [(site, "pipelined", "pipelined", 1) for site in sites]
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     "changed",
     [
@@ -115,6 +120,7 @@ def test_changed_option(warm: RankPool, changed: dict[str, Any]) -> None:
         assert got.error < 1e-5
 
 
+@pytest.mark.tier("test")
 def test_unchanged_after_all_that(warm: RankPool) -> None:
     for got in warm.run(run, BASE, False):
         assert got.made == 0 and got.misses == (0, 0)

@@ -10,6 +10,7 @@ import pytest
 from tests.compiler.rank_buckets import buckets, run_blocks
 from tests.compiler.rank_coalesced_sites import code_of, run_graph, run_model
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce"])
@@ -29,8 +30,8 @@ def test_four_ranks(pool4: RankPool) -> None:
         {"memory_budget": 0},
         {"inner": "aot_eager", "verify": True, "memory_budget": 0},
         {"inner": "aot_eager", "memory_budget": 0, "zero_copy": "auto"},
-        {"memory_budget": 0, "zero_copy": "auto"},
-        {"memory_budget": 0, "zero_copy": "auto", "cpp_wrapper": True},
+        in_full({"memory_budget": 0, "zero_copy": "auto"}),
+        in_full({"memory_budget": 0, "zero_copy": "auto", "cpp_wrapper": True}),
     ],
     ids=["aot_eager", "inductor", "verify", "zero-copy", "zero-copy inductor", "zero-copy C++ wrapper"],
 )
@@ -39,10 +40,10 @@ def test_blocks(pool2: RankPool, options: dict[str, Any]) -> None:
     assert pool2.run(run_blocks, options, "cpu", 1024) == [""] * 2
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [in_full(2), 3])
 @pytest.mark.parametrize(
     "options",
-    [{"inner": "aot_eager"}, {"inner": "inductor"}, {"inner": "aot_eager", "memory_budget": 0}],
+    [{"inner": "aot_eager"}, in_full({"inner": "inductor"}), {"inner": "aot_eager", "memory_budget": 0}],
     ids=["aot_eager", "inductor", "regather"],
 )
 def test_sharded_llama(pool2: RankPool, pool3: RankPool, ranks: int, options: dict[str, Any]) -> None:
@@ -61,7 +62,7 @@ def test_hybrid_sharding(pool4: RankPool) -> None:
         assert len(set(names) - {"-"}) == 2  # a reduction over shards waits for one over replicas
 
 
-@pytest.mark.parametrize("cpp_wrapper", [False, True])
+@pytest.mark.parametrize("cpp_wrapper", [False, in_full(True)])
 def test_generated_code(pool2: RankPool, cpp_wrapper: bool) -> None:
     """One start and one finish for each bucket, a finish reads the buffers of its start, and matmuls run in between."""
     hidden: list[bool] = []

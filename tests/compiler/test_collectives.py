@@ -14,7 +14,7 @@ from torch.distributed.tensor.experimental import _context_parallel  # noqa: F40
 from torch.fx import Graph
 
 from tests.compiler.rank_compile import FORCE, decisions_of, since, world_name
-from tests.harness.ranks import RankPool
+from tests.harness.fake_ranks import FakeRanks
 from ub_overlap.compiler.match.collectives import is_collective
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.reasons import Kind, Reason
@@ -125,9 +125,10 @@ def foreign(rank: int, world: int) -> tuple[list[Decision], list[Decision]]:
     return known, list(decide(graph, parse(FORCE, frozenset())[0], "forward", lambda *_: None).plan.decisions)
 
 
-def test_a_collective_of_another_library(pool2: RankPool) -> None:
+@pytest.mark.tier("test")
+def test_a_collective_of_another_library(fake2: FakeRanks) -> None:
     """Its input need not be the first argument, and its group's name may be its own."""
-    for known, unknown in pool2.run(foreign):
+    for known, unknown in fake2.run(foreign):
         for decisions, ranks, shapes in ((known, 2, (("input", "[8, 16]"),)), (unknown, 0, ())):
             (d,) = decisions
             assert (d.kind, d.reason, d.ranks, d.shapes) == (Kind.OTHER, Reason.COLLECTIVE_UNSUPPORTED, ranks, shapes)

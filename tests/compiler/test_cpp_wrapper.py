@@ -18,6 +18,8 @@ from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.inductor.op_lowerings import use_flat_results
 from ub_overlap.compiler.reports.history import HISTORY
 
+pytestmark = pytest.mark.tier("test")
+
 
 class Block(nn.Module):
     """A gather with two matmuls, a reduce_scatter, an all_reduce, and a gather without a matmul."""
@@ -58,10 +60,15 @@ def run(rank: int, world: int, options: dict[str, Any]) -> tuple[dict[str, float
     return {n: error(found[n], eager[n], n) for n in eager}, {(d.phase, d.kind.value) for d in decisions if d.overlapped}
 
 
-PACKED = pytest.param({"fp8": {"recipe": "rowwise"}, "pack": "force"}, id="packed float8", marks=NO_ROWS)
+FULL = pytest.mark.tier("full")
+OPTIONS = [
+    pytest.param({}, id="16 bits"),
+    pytest.param({"fp8": "all"}, id="float8", marks=FULL),
+    pytest.param({"fp8": {"recipe": "rowwise"}, "pack": "force"}, id="packed float8", marks=[NO_ROWS, FULL]),
+]
 
 
-@pytest.mark.parametrize("options", [pytest.param({}, id="16 bits"), pytest.param({"fp8": "all"}, id="float8"), PACKED])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_cpp_wrapper(pool2: RankPool, options: dict[str, Any]) -> None:
     for errors, sites in pool2.run(run, options, timeout=380):
         assert {("forward", "all_gather_matmul"), ("forward", "matmul_reduce_scatter")} <= sites

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from benchmarks.expert_parallel.model import ROUTINGS, SIZES, RoutedExperts, make_routes
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import INNER
 from ub_overlap.compiler.reports.history import HISTORY
 
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
@@ -64,7 +65,7 @@ def run_experts(rank: int, world: int, routing: str, inner: str, overlap: str, c
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 def test_backward_repeats_one_exchange_of_rows(pool2: RankPool, routing: str, inner: str) -> None:
     for found in pool2.run(run_experts, routing, inner, "force", "plain"):
         assert found["whole"] == ["bfloat16"] * 2

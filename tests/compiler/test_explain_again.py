@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ub_overlap
 from tests.compiler.rank_compile import FORCE, world_name
+from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.reports.history import HISTORY
@@ -81,10 +82,11 @@ def any_order(rank: int, world: int, kind: str, breaks: bool) -> dict[str, Any]:
     return {"reports": reports, "compiles": compiles, "other": other}
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(("kind", "breaks"), [("module", False), ("in place", False), ("function", False), ("module", True)])
-def test_any_order(pool2: RankPool, kind: str, breaks: bool) -> None:
+def test_any_order(fake2: FakeRanks, kind: str, breaks: bool) -> None:
     """Every explain reports, and the compiled model compiles once. Without options, explain takes those of the model."""
-    for found in pool2.run(any_order, kind, breaks):
+    for found in fake2.run(any_order, kind, breaks):
         first = found["reports"][0]
         assert len(first) == (4 if breaks else 8) and {line.split(":")[0] for line in first} == {
             "forward pipelined",
@@ -108,11 +110,12 @@ def of_blocks(rank: int, world: int) -> dict[str, Any]:
     return {"sites": sites, "kept": kept, "again": step(model)}
 
 
-def test_compiled_blocks(pool2: RankPool) -> None:
+@pytest.mark.tier("test")
+def test_compiled_blocks(fake2: FakeRanks) -> None:
     """The compiled submodules are explained as they run, each with its own graphs and options."""
     first = [f"{phase} pipelined" for phase in ("forward", "forward")]
     second = ["forward pipelined", "forward none", "backward pipelined", "backward none"]
-    for found in pool2.run(of_blocks):
+    for found in fake2.run(of_blocks):
         assert found["again"] == 0 and found["kept"]
         assert found["sites"] == [*first, *second, "backward pipelined", "backward pipelined"]
 
@@ -149,8 +152,9 @@ def plain_backend(rank: int, world: int) -> list[str]:
     return explained(compiled, FORCE)
 
 
-def test_compiled_by_another_backend(pool2: RankPool) -> None:
-    assert all(len(found) == 8 for found in pool2.run(plain_backend))
+@pytest.mark.tier("test")
+def test_compiled_by_another_backend(fake2: FakeRanks) -> None:
+    assert all(len(found) == 8 for found in fake2.run(plain_backend))
 
 
 def test_parts() -> None:

@@ -21,6 +21,8 @@ from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.reports.history import HISTORY
 
+pytestmark = pytest.mark.tier("full")
+
 SEEDS = {2: 40, 3: 10}
 """Number of chains by number of ranks. Three ranks share two cores."""
 Op = tuple[str, Callable[[Tensor], Tensor]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import ub_overlap
 from benchmarks.expert_parallel.model import ROUTINGS, SIZES, ExpertLayer, make_routes
 from tests.compiler.dags import Dag, aten, c10d
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but
 from ub_overlap.compiler import passes
 from ub_overlap.compiler.match.collectives import read_collective
 from ub_overlap.compiler.windows.host_reads import _as_read, _emit, _find_together, _issue_compute_first
@@ -185,8 +187,13 @@ def run_program(rank: int, world: int, name: str, inner: str) -> tuple[list[str]
     return recorded.graphs[0], close
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", PROGRAMS)
+WITH_INDUCTOR = [("compute", "inductor"), ("written", "inductor")]
+
+
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    full_but([*product(PROGRAMS, ["aot_eager"]), *WITH_INDUCTOR], product(PROGRAMS, ["aot_eager", "inductor"])),
+)
 def test_programs(pool2: RankPool, name: str, inner: str) -> None:
     for targets, close in pool2.run(run_program, name, inner):
         copies = PROGRAMS[name][1]
@@ -237,7 +244,7 @@ def run_layer(rank: int, world: int, routing: str, overlap: str) -> tuple[list[l
     return graphs, [torch.equal(a, b) for a, b in pairs]
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("routing", full_but(["skewed"], ROUTINGS))
 def test_layer(pool2: RankPool, routing: str) -> None:
     """The four numbers of a layer with experts on two ranks are one copy; backward reads none."""
     for (forward, backward), equal in pool2.run(run_layer, routing, "force"):
@@ -255,7 +262,7 @@ def run_halves(rank: int, world: int, inner: str) -> tuple[list[str], list[float
     return graphs[0], [float((a - b).abs().max() / a.abs().max()) for a, b in pairs]
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", full_but(["aot_eager"], ["aot_eager", "inductor"]))
 def test_two_halves(pool2: RankPool, inner: str) -> None:
     """The counts of both halves are exchanged and read in front of both dispatches: the host waits once."""
     for forward, errors in pool2.run(run_halves, inner, timeout=300):

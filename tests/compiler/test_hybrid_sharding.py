@@ -38,6 +38,7 @@ def trained(pool: RankPool, arguments: str) -> dict[str, Any]:
     return first
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("scatter_first", [False, True])
 def test_gathered_in_the_graph(pool8: RankPool, scatter_first: bool) -> None:
     """Losses, gradients, and collectives of all three groups: split, or fused where they are next to matmuls."""
@@ -57,6 +58,7 @@ def test_gathered_in_the_graph(pool8: RankPool, scatter_first: bool) -> None:
     assert all(d["reason"] for d in decisions if d["strategy"] == "none")
 
 
+@pytest.mark.tier("full")
 def test_fully_shard(pool8: RankPool) -> None:
     """FSDP2's HSDP over our transport, next to compiled blocks whose tensor parallelism is split."""
     outcome = trained(pool8, "--form fsdp2")
@@ -72,6 +74,7 @@ def test_fully_shard(pool8: RankPool) -> None:
     }
 
 
+@pytest.mark.tier("full")
 def test_torchtitan(pool8: RankPool) -> None:
     """SimpleFSDP's own code in mixed precision: all_reduces over replicas move behind reduce_scatters, all are split."""
     skip_without_torchtitan()

@@ -99,6 +99,7 @@ def test_numbers_and_strides(function: Callable[..., Any]) -> None:
     CheckValues(gm).run(*inputs)
 
 
+@pytest.mark.tier("test")
 def test_inductor_keeps_the_strides() -> None:
     gm, inputs = traced(attention_mask)
     expected = gm(*inputs)

@@ -11,6 +11,8 @@ from torch import Tensor
 from tests.models.compare import uncached
 from ub_overlap.compiler.inductor.op_lowerings import fix_listed_strides
 
+pytestmark = pytest.mark.tier("test")
+
 TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -13,6 +14,7 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.compiler.rank_compile import FORCE, decisions_of, world_name
+from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.graph.joint_graph import region_of
@@ -262,8 +264,9 @@ def switched_off(rank: int, world: int) -> int:
         settings.configure(merge_collectives=True)
 
 
-def test_merging_can_be_switched_off(pool2: RankPool) -> None:
-    assert pool2.run(switched_off) == [0, 0]
+@pytest.mark.tier("test")
+def test_merging_can_be_switched_off(fake2: FakeRanks) -> None:
+    assert fake2.run(switched_off) == [0]
 
 
 def sized(rank: int, world: int) -> list[str]:

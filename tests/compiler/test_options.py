@@ -209,6 +209,7 @@ def compiled(**kwargs: Any) -> None:
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2))
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("how", ["option", "config"])
 def test_users_passes_still_run(how: str) -> None:
     joint, post = Seen("shape_padding"), Seen("shape_padding")
@@ -221,6 +222,7 @@ def test_users_passes_still_run(how: str) -> None:
     assert (len(joint.values), len(post.values)) == (1, 2)
 
 
+@pytest.mark.tier("test")
 def test_passes_are_options_of_inductor() -> None:
     joint, post = Seen("max_autotune"), Seen("max_autotune")
     hooks = {"joint_custom_pre_pass": joint, "post_grad_custom_pre_pass": post}
@@ -234,6 +236,7 @@ def test_passes_are_options_of_inductor() -> None:
         ub_overlap.passes({"inner": "aot_eager"})
 
 
+@pytest.mark.tier("test")
 def test_inductor_option_by_name() -> None:
     before = torch._inductor.config.shape_padding
     post = Seen("shape_padding")
@@ -242,6 +245,7 @@ def test_inductor_option_by_name() -> None:
     assert torch._inductor.config.shape_padding is before
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("how", ["alone", "option"])
 def test_mode_reaches_inductor(how: str) -> None:
     post, mode = Seen("max_autotune"), "max-autotune-no-cudagraphs"

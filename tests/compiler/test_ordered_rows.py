@@ -18,6 +18,7 @@ import ub_overlap
 from benchmarks.expert_parallel.model import ROUTINGS, SIZES, ExpertLayer, make_routes
 from tests.compiler.dags import Dag, aten
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import INNER
 from ub_overlap.compiler.rewrite import rewrite_graph
 from ub_overlap.compiler.rewrite.ordered_rows import read_in_order
 from ub_overlap.runtime import ops
@@ -210,7 +211,7 @@ def run_layer(rank: int, world: int, routing: str, inner: str) -> tuple[list[int
     return counts, [torch.equal(a, b) for a, b in zip(*results, strict=True)]
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_layer(pool2: RankPool, routing: str, inner: str) -> None:
     """The dispatch of forward and the combine's gradient are sorted by local expert. Sums of tokens read several rows."""

@@ -19,7 +19,9 @@ from tests.compiler.rank_packs import (
     saved_bytes,
 )
 from tests.diff.test_verify import verified
+from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but
 from tests.models.catalogue import DTENSOR, MEGATRON, Named
 from tests.models.compare import compare
 
@@ -35,15 +37,19 @@ def test_cases(pool2: RankPool, name: str) -> None:
         assert (differ, strides, packs) == ([], [], CASES[name][2])
 
 
-@pytest.mark.parametrize(
-    "name", ["complex pairs", "flattened", "heads", "strict readers", "written", "rows of results", "views of views"]
-)
+INDUCTOR_CASES = ["complex pairs", "flattened", "heads", "strict readers", "written", "rows of results", "views of views"]
+
+
+@pytest.mark.parametrize("name", full_but(["heads", "written"], INDUCTOR_CASES))
 def test_inductor(pool2: RankPool, name: str) -> None:
     for differ, strides, packs in pool2.run(run_case, name, PACK_INDUCTOR):
         assert (differ, strides, packs) == ([], [], CASES[name][2])
 
 
-@pytest.mark.parametrize("name", ["llama_b2", "llama_bias_b1", "llama_gqa_two_blocks", "llama_reduce", "mlp_gated_bias"])
+PACKED = ["llama_b2", "llama_bias_b1", "llama_gqa_two_blocks", "llama_reduce", "mlp_gated_bias"]
+
+
+@pytest.mark.parametrize("name", full_but(["llama_bias_b1", "llama_reduce", "mlp_gated_bias"], PACKED))
 def test_models(pool2: RankPool, name: str) -> None:
     """Models are as near to float64 as eager. Every gather and every sum of several matmuls is one matmul."""
     for outcome in check(pool2, *MODELS[name], PACK):
@@ -63,6 +69,7 @@ def test_gathered_again(pool2: RankPool) -> None:
         assert sorted(d["packs"] for d in gathers if d["packs"]) == [[2], [2], [3], [3]]
 
 
+@pytest.mark.tier("full")
 def test_block_inductor(pool2: RankPool) -> None:
     check(pool2, *MODELS["llama_bias_b1"], PACK_INDUCTOR)
 
@@ -78,6 +85,7 @@ def test_dynamic(pool2: RankPool) -> None:
     check(pool2, *MODELS["mlp_dynamic_dim1"], PACK)
 
 
+@pytest.mark.tier("full")
 def test_chains(pool2: RankPool) -> None:
     for wrong, packed in pool2.run(run_chains, list(range(SEEDS))):
         assert not wrong, "\n".join(wrong)
@@ -108,9 +116,10 @@ def test_direct_packs_a_sum(pool2: RankPool, pack: str) -> None:
         assert (differ, strides, packs) == ([], [], [[] if pack == "off" else [2]])
 
 
-def test_saved_plans(pool2: RankPool) -> None:
+@pytest.mark.tier("test")
+def test_saved_plans(fake2: FakeRanks) -> None:
     """A saved plan packs what it packed. "off" still packs nothing, and a plan without packs leaves them to the option."""
-    for found in pool2.run(run_saved):
+    for found in fake2.run(run_saved):
         assert found == {"packed": [[3], [3], []], "apart": [[], [], []], "older": [[], [3], []]}
 
 

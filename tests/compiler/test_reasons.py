@@ -15,6 +15,7 @@ from torch.fx import Graph
 
 from tests.compiler.dags import Dag
 from tests.compiler.rank_compile import FORCE, build, decisions_of, since, world_name
+from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 from tests.harness.traces import capture
 from tests.models.compare import compare
@@ -305,11 +306,13 @@ def situation(rank: int, world: int, name: str) -> Decision:
 UNBACKED = since((2, 12), "Dynamo cannot trace a gather of a size that only the data tells")
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     "make", [pytest.param(f, marks=UNBACKED) if f is unbacked else f for f in SITUATIONS], ids=lambda f: f.__name__
 )
-def test_situation(pool2: RankPool, make: Callable[[Maker], Case]) -> None:
-    for decision in pool2.run(situation, make.__name__):
+def test_situation(fake2: FakeRanks, pool2: RankPool, make: Callable[[Maker], Case]) -> None:
+    ranks = pool2 if make is no_transport else fake2  # that of a fake group needs ranks that exist
+    for decision in ranks.run(situation, make.__name__):
         assert decision.reason is SITUATIONS[make], decision
         assert str(decision.strategy) == "none"
         assert decision.detail
@@ -338,8 +341,9 @@ def with_write(rank: int, world: int) -> list[Decision]:
     return list(decide(graph, parse(FORCE, frozenset())[0], "forward", lambda *_: None).plan.decisions)
 
 
-def test_write_between(pool2: RankPool) -> None:
-    for decisions in pool2.run(with_write):
+@pytest.mark.tier("test")
+def test_write_between(fake2: FakeRanks) -> None:
+    for decisions in fake2.run(with_write):
         assert [d.reason for d in decisions] == [R.MUTATION_BARRIER]
 
 

@@ -15,10 +15,13 @@ from torch import Tensor
 from tests.compiler.rank_compile import build
 from tests.context_parallel.machine import slow_profile
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 from tests.models.compare import Comparison, error, uncached, values
 from tests.models.sharded_llama import PARAMETERS
 from ub_overlap.compiler.plan.reasons import collective_of
 from ub_overlap.compiler.reports.history import HISTORY
+
+pytestmark = pytest.mark.tier("test")
 
 MODEL = "tests.models.sharded_llama"
 SPLIT: dict[str, Any] = {"overlap": "off", "inner": "aot_eager", "overrides": [{"strategy": "split"}]}
@@ -67,7 +70,9 @@ def test_gathered_in_the_graph(pool2: RankPool, budget: float | None) -> None:
     assert found["backward all_gather"] == (MATMULS if budget == 0 else 0), found
 
 
-@pytest.mark.parametrize(("source", "options"), [("example", FORCE), ("example", SPLIT), ("torchtitan", SPLIT)])
+@pytest.mark.parametrize(
+    ("source", "options"), [("example", FORCE), *map(in_full, [("example", SPLIT), ("torchtitan", SPLIT)])]
+)
 def test_with_tensor_parallelism(pool4: RankPool, titan4: RankPool, source: str, options: dict[str, Any]) -> None:
     """2 replicas x 2 ranks: collectives of both groups are overlapped, fused or split; plain eager is equal."""
     outcome = check(titan4 if source == "torchtitan" else pool4, {"source": source, "tp": 2}, options)
@@ -96,6 +101,7 @@ def test_tensor_parallelism_comes_first(pool4: RankPool) -> None:
     assert weights["backward", "split"] > PARAMETERS / 2, weights
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(
     ("variant", "expected"),
     [
@@ -150,6 +156,7 @@ def saved_shapes(rank: int, world: int, reshard: bool, options: dict[str, Any]) 
     return max(error(actual[name], expected[name], name) for name in expected), gathers, saved
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("options", [FORCE, SPLIT], ids=["force", "split"])
 def test_resharding(titan4: RankPool, options: dict[str, Any]) -> None:
     """SimpleFSDP's checkpoint policy is followed: backward reads shards and gathers all parameters but the embedding again.
@@ -183,6 +190,7 @@ def test_backward_keeps_shards(pool2: RankPool) -> None:
         assert all(shards[rows // 2, columns] >= count for (rows, columns), count in wholes.items()), shards
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(("reshard", "gathered_again"), [("always", PARAMETERS), ("never", 0)])
 def test_memory_policy_of_graph_trainer(titan4: RankPool, reshard: str, gathered_again: int) -> None:
     """Its gathers in backward stay there, next to those of forward. They are in backward's phase, as its reductions are."""

@@ -13,53 +13,76 @@ import pytest
 import torch
 
 from tests.compiler.rank_compile import FORCE, INDUCTOR, check
+from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but, in_full
 from tests.models.catalogue import DTENSOR, EXTERNAL, FSDP, MEGATRON, MESH, ODD, SINGLE, Named, unfit
+from tests.models.compare import decide_sites
+
+pytestmark = pytest.mark.tier("test")
 
 ALL: Named = {**DTENSOR, **MEGATRON, **FSDP, **SINGLE}
 MODELS: Named = {**DTENSOR, **MEGATRON, **FSDP}
+REPEATED = {
+    "llama_b1", "llama_bias_b2", "llama_bias_b1", "llama_gqa_two_blocks", "llama_dynamic", "llama_each_b2", "llama_logits",
+    "llama_loss", "llama_reduce_loss_parallel", "layers",
+}  # fmt: skip
+"""Models whose numbers are those of the ops of others. Their structure is checked in one process."""
 INNER = ("llama_b1", "llama_b2", "llama_dynamic", "mlp_gated_bias", "fsdp_mixed_2d", "mlp_reduce_gated", "attention_dim1_bias")
+INNER_REPEATED = {"llama_b1", "llama_dynamic", "attention_dim1_bias"}
 LOW = ("llama_b2", "mlp_gated_bias", "mlp_dim1", "mlp_reduce_gated", "gather_k", "mm_scatter_n", "gather_other_user")
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", MODELS)
+def test_structure(fake2: FakeRanks, name: str) -> None:
+    if why := unfit(name):
+        pytest.skip(why)
+    fake2.run(decide_sites, *MODELS[name], FORCE)[0].check_sites()
+
+
+@pytest.mark.parametrize("name", MESH)
+def test_structure_on_a_mesh(fake4: FakeRanks, name: str) -> None:
+    fake4.run(decide_sites, *MESH[name], FORCE)[0].check_sites()
+
+
+@pytest.mark.parametrize("name", full_but(ALL.keys() - REPEATED, ALL))
 def test_every_case(pool2: RankPool, name: str) -> None:
     if why := unfit(name):
         pytest.skip(why)
     check(pool2, *ALL[name], FORCE)
 
 
-@pytest.mark.parametrize("name", MESH)
+@pytest.mark.parametrize("name", full_but(["mlp_mesh"], MESH))
 def test_mesh(pool4: RankPool, name: str) -> None:
     """Models on a 2D mesh have correct results and sites. The groups are {0, 2} and {1, 3} of 4 ranks."""
     check(pool4, *MESH[name], FORCE)
 
 
-@pytest.mark.parametrize("name", [*INNER, "gather_other_user"])
+@pytest.mark.parametrize("name", full_but({*INNER, "gather_other_user"} - INNER_REPEATED, [*INNER, "gather_other_user"]))
 def test_inductor(pool2: RankPool, name: str) -> None:
     check(pool2, *ALL[name], INDUCTOR)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", LOW)
+@pytest.mark.parametrize("name", full_but(LOW[1:], LOW))
 def test_low_precision(pool2: RankPool, name: str, dtype: torch.dtype) -> None:
     module, variant = ALL[name]
     check(pool2, module, {**variant, "dtype": dtype}, FORCE)
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", full_but(ODD[1:], ODD))
 def test_three_ranks(pool3: RankPool, name: str) -> None:
     check(pool3, *ALL[name], FORCE)
 
 
-@pytest.mark.parametrize("name", ["llama_b2", "mlp_dim1", "gather_weight", "fsdp_2d"])
+@pytest.mark.parametrize("name", [in_full("llama_b2"), "mlp_dim1", "gather_weight", "fsdp_2d"])
 def test_four_ranks(pool4: RankPool, name: str) -> None:
     check(pool4, *ALL[name], FORCE)
 
 
-@pytest.mark.parametrize("chunks", [4, 8])
+@pytest.mark.parametrize("chunks", full_but([4], [4, 8]))
 def test_more_chunks_than_ranks(pool2: RankPool, chunks: int) -> None:
-    for outcome in check(pool2, *ALL["llama_b2"], {**FORCE, "overrides": {"*": f"chunks={chunks}"}}):
+    for outcome in check(pool2, *ALL["mlp_gated_bias"], {**FORCE, "overrides": {"*": f"chunks={chunks}"}}):
         assert {d["strategy"] for d in outcome.decisions} == {f"pipelined:chunks={chunks}"}
 
 
@@ -79,8 +102,12 @@ def package_pool(request: pytest.FixtureRequest) -> Iterator[tuple[RankPool, dic
         yield pool, {name: entry for name, entry in EXTERNAL.items() if name.startswith(prefix)}
 
 
+@pytest.mark.tier("full")
 def test_external(package_pool: tuple[RankPool, dict[str, Any]]) -> None:
-    """Third-party models, parallelised by their own code, are overlapped: all on 2 ranks, and one on 4 and under Inductor."""
+    """Third-party models, parallelised by their own code, are overlapped: all on 2 ranks, and one on 4 and under Inductor.
+
+    tests/compiler/test_sharded_llama.py and tests/data_parallel/test_hf.py have one of each in the tier "test".
+    """
     pool, named = package_pool
     one = dict(list(named.items())[:1])
     runs = [(named, "aot_eager"), (one, "inductor")] if pool.world == 2 else [(one, "aot_eager")]

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.fx import Graph
 
 from tests.compiler.rank_compile import FORCE
-from tests.harness.ranks import RankPool
+from tests.harness.fake_ranks import FakeRanks
 from tests.models.compare import uncached
 from tests.models.dtensor_llama import tensor_mesh
 from ub_overlap.compiler.graph.source_location import module_path, module_paths, source_line
@@ -136,8 +136,9 @@ def sites(rank: int, world: int, rules: list[dict[str, str]]) -> tuple[dict[str,
     return rows, refused
 
 
+@pytest.mark.tier("test")
 @pytest.mark.filterwarnings("ignore:ub_overlap")
-def test_dtensor_sites_have_the_users_modules_and_lines(pool2: RankPool) -> None:
+def test_dtensor_sites_have_the_users_modules_and_lines(fake2: FakeRanks) -> None:
     """Sites of DTensor plans, forward and backward. A rule by module matches the path as the user knows it."""
     rules = [{"module": "2", "strategy": "none"}, {"module": ["*.w2", "w2"], "strategy": "none"}]
     rules += [{"module": "layers.1.2", "strategy": "none"}]
@@ -156,7 +157,7 @@ def test_dtensor_sites_have_the_users_modules_and_lines(pool2: RankPool) -> None
         "sequential of blocks": {"0.w2", "1.w2"},
     }
     lines = {"sequential": "# the call", "net of sequentials": "# line of a net"}
-    for rows, refused in pool2.run(sites, rules):
+    for rows, refused in fake2.run(sites, rules):
         for name, paths in modules.items():
             found = {phase: [module for p, module, _ in rows[name] if p == phase] for phase in ("forward", "backward")}
             assert list(dict.fromkeys(found["forward"])) == paths, name

@@ -15,8 +15,10 @@ from torch._inductor.utils import run_and_get_code
 
 from tests.compiler.rank_compile import build, plans_of
 from tests.fp8.rank_fp8 import both
+from tests.harness.fake_ranks import FakeRanks
 from tests.harness.generated_code import matching_lines, planned_calls
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import INNER, full_but
 from tests.harness.traces import as_loss
 from tests.models.compare import Values, error, uncached, values
 from ub_overlap.compiler import passes
@@ -30,11 +32,11 @@ SPLIT: dict[str, Any] = {"overrides": [{"strategy": "split"}]}
 compare_name = "tests.models.compare:compare"
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-@pytest.mark.parametrize(
-    ("mixed", "budget", "zero_copy"),
-    [(False, None, "off"), (True, None, "auto"), (True, 0, "off"), (False, 0, "auto"), (True, 0, "auto")],
-)
+FORMS = [(False, None, "off"), (True, None, "auto"), (True, 0, "off"), (False, 0, "auto"), (True, 0, "auto")]
+FORMS_BY = [(*form, inner) for form in FORMS for inner in ("aot_eager", "inductor")]
+
+
+@pytest.mark.parametrize(("mixed", "budget", "zero_copy", "inner"), full_but([*FORMS_BY[::2], FORMS_BY[-1]], FORMS_BY))
 def test_zero3(pool2: RankPool, inner: str, mixed: bool, budget: float | None, zero_copy: str) -> None:
     """Outputs and gradients are those of the unfused graph; every collective is split.
 
@@ -110,6 +112,7 @@ def float8_by(rank: int, world: int) -> list[tuple[Values, list[Decision], Count
     return found
 
 
+@pytest.mark.tier("full")
 def test_float8_under_inductor(pool2: RankPool) -> None:
     """Decisions are aot_eager's: float8 gathers are split, and one all_reduce is for the amaxes of all weights."""
     wanted = [
@@ -263,9 +266,10 @@ def verified(rank: int, world: int, options: dict[str, Any]) -> tuple[float, str
     return max(errors), str(report) + "\n".join(site.detail for site in found)
 
 
-def test_saved_plan(pool2: RankPool) -> None:
+@pytest.mark.tier("test")
+def test_saved_plan(fake2: FakeRanks) -> None:
     """A saved plan with split sites is used again, with the same digest."""
-    for first, second in pool2.run(saved):
+    for first, second in fake2.run(saved):
         assert first == second
 
 
@@ -279,7 +283,7 @@ def saved(rank: int, world: int) -> tuple[list[str], list[str]]:
     return [p.digest for p in first], [p.digest for p in second]
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 def test_inputs_that_the_graph_writes(pool2: RankPool, inner: str) -> None:
     """Look-alikes: shards that are written behind or in front of their collectives have the values of their time."""
     for errors in pool2.run(written, inner):
@@ -351,9 +355,10 @@ def accumulated(rank: int, world: int) -> tuple[list[float], list[tuple[list[int
     return [float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None], plans
 
 
-def test_auto_takes_parameters_only(pool2: RankPool) -> None:
+@pytest.mark.tier("test")
+def test_auto_takes_parameters_only(fake2: FakeRanks) -> None:
     """Gathers of parameters are split in forward and backward; look-alike: the same gathers of plain inputs."""
-    for found, others in pool2.run(automatic):
+    for found, others in fake2.run(automatic):
         assert found["forward all_gather split"] > 0 and found["backward reduce_scatter split"] > 0, found
         assert not any("all_gather split" in kind for kind in others), others
 

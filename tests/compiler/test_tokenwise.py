@@ -23,6 +23,8 @@ from ub_overlap.compiler.tokens import choose_halves
 from ub_overlap.compiler.tokens.token_split import TokenSplit
 from ub_overlap.runtime.errors import OptionError, UbOverlapError
 
+pytestmark = pytest.mark.tier("test")
+
 AUTO: dict[str, Any] = {"inner": "aot_eager", "profile": "h200", "min_bytes": 0}
 WIDTH = 8
 

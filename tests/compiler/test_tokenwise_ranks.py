@@ -55,6 +55,7 @@ def test_split_exchanges(pool2: RankPool, variant: dict[str, Any]) -> None:
         assert "two halves" in forms[0]
 
 
+@pytest.mark.tier("full")
 def test_inductor(pool2: RankPool) -> None:
     options = {**SPLIT, "inner": "inductor"}
     for outcome, forms in pool2.run(rank_tokenwise.compare_split, {}, options, timeout=380):

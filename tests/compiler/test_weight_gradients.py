@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ub_overlap
+from tests.harness.tiers import INNER
 from ub_overlap.runtime.deferred_gradients import DeferredGradients, ParameterHooks, collect
 from ub_overlap.runtime.errors import OptionError
+
+pytestmark = pytest.mark.tier("test")
 
 WIDTH = 16
 
@@ -165,7 +168,7 @@ class Shifted(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Odd, Shifted])
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 def test_the_second_parts_of_several_microbatches_run_last(make: Callable[[], nn.Module], inner: str) -> None:
     """The next microbatch's gradients are accumulated in between, in place."""
     plain, deferring, x = pair(make, inner)

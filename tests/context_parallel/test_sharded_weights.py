@@ -17,6 +17,8 @@ from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import collective_of
 from ub_overlap.compiler.plan.strategy import Mode
 
+pytestmark = pytest.mark.tier("test")
+
 WEIGHTS = NORMS + MATRICES
 Results = list[tuple[float, float, list[Plan]]]
 
@@ -109,6 +111,7 @@ def test_gathered_again_by_two_replicas(pool4: RankPool, options: dict[str, Any]
     check(results, RINGS["allgather"], layers=1, gathered_again=MATRICES)
 
 
+@pytest.mark.tier("full")
 def test_inductor(pool2: RankPool, options: dict[str, Any]) -> None:
     results = pool2.run(compare_with_sharded_weights, "gathered", {**options, "inner": "inductor"}, layers=1)
     check(results, GATHERED, layers=1)

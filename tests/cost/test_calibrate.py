@@ -35,6 +35,7 @@ def calibrate(ranks: int, folder: Path, *arguments: str, hosts: str = "") -> Fin
     return run_program(ranks, "ub_overlap", ["calibrate", "--device", "cpu", "--quick", *arguments], env, folder, PACE)
 
 
+@pytest.mark.tier("test")
 def test_two_ranks(tmp_path: Path) -> None:
     command = [*torchrun(2), "-m", "ub_overlap", "calibrate", "--device", "cpu", "--quick"]
     done = launch(command, PACE, {"UB_OVERLAP_CACHE_DIR": str(tmp_path)})
@@ -61,6 +62,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "direct" in predictions and all(p.us > 0 for p in predictions.values())
 
 
+@pytest.mark.tier("test")
 def test_out_file_and_no_cache(tmp_path: Path) -> None:
     done = calibrate(3, tmp_path, "--out", str(tmp_path / "mine.json"))
     assert done.code == 0, done.output
@@ -72,6 +74,7 @@ def test_out_file_and_no_cache(tmp_path: Path) -> None:
     assert not (tmp_path / "profiles").exists()
 
 
+@pytest.mark.tier("test")
 def test_several_hosts(tmp_path: Path) -> None:
     """Only the network is measured. The profile is the one that ranks of one host then use."""
     done = calibrate(2, tmp_path, hosts="a,b")
@@ -111,6 +114,7 @@ def test_without_a_home_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> 
     assert "--out FILE" in str(caught.value)
 
 
+@pytest.mark.tier("test")
 def test_outside_of_torchrun(tmp_path: Path) -> None:
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
@@ -134,6 +138,7 @@ def test_few_tokens_of_any_number_of_ranks() -> None:
         assert abs(rows * cols * item / size - 1) < 0.05, (ranks, item, size)
 
 
+@pytest.mark.tier("test")
 def test_a_disturbed_matmul_is_measured_again(tmp_path: Path) -> None:
     """Of all times, one that is a thousand times too long. The others stay as they are, but for their own outliers."""
     done = calibrate_behind(
@@ -152,6 +157,7 @@ def test_a_disturbed_matmul_is_measured_again(tmp_path: Path) -> None:
     assert us < 100 * analytic_us(profile, dtype, layout, *shape), profile.matmuls[0]
 
 
+@pytest.mark.tier("test")
 def test_a_probe_that_fails_leaves_a_hole(tmp_path: Path) -> None:
     """A probe that raises on all ranks is named and filled from the shipped profile; the other probes are measured."""
     done = calibrate_behind(

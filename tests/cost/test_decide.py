@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.compiler.dags import Dag
 from tests.compiler.rank_compile import decisions_of, plans_of, world_name
+from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.cost import load
@@ -41,10 +42,11 @@ def decided(rank: int, world: int, options: dict[str, Any], sizes: tuple[int, in
         return plans_of(function, inputs, options, dynamic)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_auto_weighs_and_says_so(pool2: RankPool, dynamic: bool | None) -> None:
+def test_auto_weighs_and_says_so(fake2: FakeRanks, dynamic: bool | None) -> None:
     """CPU ranks choose by the H200 profile and name it in the reason; dynamic shapes use the traced sizes."""
-    plans = pool2.run(decided, {**AUTO, "profile": "h200"}, (512, 512, 512), dynamic)
+    plans = fake2.run(decided, {**AUTO, "profile": "h200"}, (512, 512, 512), dynamic)
     assert len({plan.digest for (plan,) in plans}) == 1
     for (plan,) in plans:
         (site,) = plan.decisions
@@ -57,7 +59,8 @@ def test_auto_weighs_and_says_so(pool2: RankPool, dynamic: bool | None) -> None:
         assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_profile_is_part_of_the_plan(pool2: RankPool, tmp_path: Path) -> None:
+@pytest.mark.tier("test")
+def test_profile_is_part_of_the_plan(fake2: FakeRanks, tmp_path: Path) -> None:
     """Equal decisions from another profile make another plan; a plan without selection names no profile."""
     found = json.loads(load("h200").to_json())
     found["source"] = "another day"
@@ -65,7 +68,7 @@ def test_profile_is_part_of_the_plan(pool2: RankPool, tmp_path: Path) -> None:
     path.write_text(json.dumps(found))
     sizes = (512, 512, 512)
     one, other, forced = (
-        pool2.run(decided, options, sizes, None)[0][0]
+        fake2.run(decided, options, sizes, None)[0][0]
         for options in ({**AUTO, "profile": "h200"}, {**AUTO, "profile": str(path)}, {**AUTO, "overlap": "force"})
     )
     assert one.decisions[0].strategy == other.decisions[0].strategy
@@ -89,9 +92,10 @@ def forced_by_profile(rank: int, world: int) -> list[str]:
         ]
 
 
-def test_force(pool2: RankPool) -> None:
+@pytest.mark.tier("test")
+def test_force(fake2: FakeRanks) -> None:
     """A forced site is split to overlap, although the H200 profile prefers no overlap or one chunk."""
-    for strategies in pool2.run(forced_by_profile):
+    for strategies in fake2.run(forced_by_profile):
         assert strategies == ["pipelined", "pipelined:chunks=4", "pipelined:chunks=8"]
 
 

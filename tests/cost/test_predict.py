@@ -147,6 +147,7 @@ for ranks in (2, 3, 6, 8):
 """
 
 
+@pytest.mark.tier("test")
 def test_same_in_every_process() -> None:
     """Predictions are bitwise equal for any hash seed, because ranks choose separately and must agree."""
     outs = set()

@@ -11,6 +11,8 @@ from tests.harness.ranks import RankPool
 
 from . import rank_fsdp, rank_landing
 
+pytestmark = pytest.mark.tier("test")
+
 STEP = 2.5
 
 

@@ -10,6 +10,8 @@ from tests.harness.ranks import RankPool
 
 from . import rank_hf
 
+pytestmark = pytest.mark.tier("test")
+
 
 def test_llama_trains_as_one_process(tmp_path: Path) -> None:
     """Accumulation, clipping and a checkpoint; each layer is compiled, and gathered and reduced by us."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.harness.ranks import RankPool, run_ranks
+from tests.harness.tiers import INNER
 
 from . import rank_local_batches as ranks
+
+pytestmark = pytest.mark.tier("test")
 
 
 def check(found: list[ranks.Found | str], *modes: str) -> None:
@@ -19,7 +22,7 @@ def check(found: list[ranks.Found | str], *modes: str) -> None:
         assert own_modes >= set(modes), own_modes
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 def test_sharded_weights(pool2: RankPool, inner: str) -> None:
     check(pool2.run(ranks.sharded_weights, 1024, inner), "split", "pipelined")
 

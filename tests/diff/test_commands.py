@@ -84,6 +84,7 @@ def test_what_is_no_report(text: str, stored: Path, tmp_path: Path, capsys: pyte
     assert exit.value.code == 2
 
 
+@pytest.mark.tier("test")
 def test_explain_needs_no_torch(stored: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; from ub_overlap.cli import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
@@ -92,6 +93,7 @@ def test_explain_needs_no_torch(stored: Path) -> None:
     assert done.returncode == 0 and "forward.0" in done.stdout, done.stderr
 
 
+@pytest.mark.tier("test")
 def test_doctor_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -101,6 +103,7 @@ def test_doctor_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert "works  import torch" in doctor.text(facts)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("torch", "said"),
     [

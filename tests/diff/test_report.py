@@ -15,6 +15,7 @@ from torch import Tensor
 
 import ub_overlap
 from tests.compiler.rank_compile import FORCE, INDUCTOR, build
+from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.diff import stored_report
@@ -91,9 +92,10 @@ def test_ranks_and_compilers_compared(of_mlp: dict[str, list[Told]], tmp_path: P
     }
 
 
-def test_joint(pool2: RankPool) -> None:
+@pytest.mark.tier("test")
+def test_joint(fake2: FakeRanks) -> None:
     """The rewrite all_reduce(a) + all_reduce(b) -> all_reduce(a + b) precedes partitioning and has its own diff."""
-    told = pool2.run(explain, SUMMED, FORCE)[0]
+    told = fake2.run(explain, SUMMED, FORCE)[0]
     joint = [title for phase, _, title in told.titles if phase == "joint"]
     assert joint == ["2 all_reduces + 2 waits + add -> add + all_reduce + wait"]
     assert [g["name"].split()[0] for g in html.data(json.loads(told.json))["graphs"]][:2] == ["joint", "forward"]
@@ -139,8 +141,9 @@ def explain_without_snapshots(rank: int, world: int, *args: Any) -> Any:
         settings.configure(snapshots=True)
 
 
-def test_without_snapshots(pool2: RankPool) -> None:
-    told = pool2.run(explain_without_snapshots, (MLP[0], {**MLP[1], "local": 20}), FORCE)[0]
+@pytest.mark.tier("test")
+def test_without_snapshots(fake2: FakeRanks) -> None:
+    told = fake2.run(explain_without_snapshots, (MLP[0], {**MLP[1], "local": 20}), FORCE)[0]
     assert told.titles == [] and told.on_disk == [False, False]
     parsed = json.loads(told.json)
     assert parsed["graphs"] == [] and len(parsed["sites"]) == 4

@@ -60,6 +60,7 @@ def test_every_site_is_compared(pool2: RankPool, model: tuple[str, dict[str, Any
         assert all(calls for _, calls, _ in sites) and "error" in table and worst < 1e-3
 
 
+@pytest.mark.tier("full")
 def test_inductor(pool2: RankPool) -> None:
     for sites, _, worst in pool2.run(verified, MODELS[0], INDUCTOR):
         assert len(sites) == 4 and all(error is not None and error < 1e-4 for _, _, error in sites) and worst < 1e-3

@@ -26,6 +26,8 @@ from ub_overlap.runtime.fp8 import amax_history
 from ub_overlap.runtime.fp8.amax_history import CAPACITY, LENGTH, Fp8State, fp8_state, join_keys
 from ub_overlap.runtime.ops import load
 
+pytestmark = pytest.mark.tier("test")
+
 load()
 fp8_amax_history = torch.ops.ub_overlap.fp8_amax_history.default
 fp8_record_amax = torch.ops.ub_overlap.fp8_record_amax.default

@@ -15,6 +15,7 @@ from tests.compiler.rank_compile import world_name
 from tests.fp8.rank_fp8 import NO_ROWS, RECIPES, ROWS, Run, both, float8, graphs, torchao, torchao_16, wire
 from tests.fp8.rank_hoist import graphs as hoist_graphs
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import INNER
 from tests.models.compare import error, uncached
 from ub_overlap.compiler.plan.decision import CastDecision
 from ub_overlap.compiler.plan.plan import Plan
@@ -100,7 +101,7 @@ def test_bias_inference_and_batch_of_one(pool2: RankPool) -> None:
         assert kinds == {"forward": "float8", "backward": "bfloat16"}
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 def test_weights_gathered(pool2: RankPool, inner: str) -> None:
     """Sharded weights are quantized before the gather, with one scale for all ranks."""
     for run in pool2.run(float8, FSDP, {"dtype": BF16}, {"inner": inner, "fp8": "all", "overlap": "force"}):
@@ -221,6 +222,7 @@ def test_torchao_rowwise(pool2: RankPool, recipe: str, variant: dict[str, Any]) 
         assert not any(math.prod(shape) == run.elements for shape, _ in run.saved)  # shards
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param(GW_HP, marks=NO_ROWS)])
 def test_torchao_by_inductor(pool2: RankPool, recipe: str) -> None:
     """Fused casts use the amax of all ranks too: no number is further from float64 than eager's."""

@@ -22,6 +22,8 @@ from ub_overlap.compiler.joint.joint_decision import joint_decision
 from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.reports.history import HISTORY
 
+pytestmark = pytest.mark.tier("test")
+
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 BF16 = torch.bfloat16
 

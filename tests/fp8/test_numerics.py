@@ -30,6 +30,8 @@ from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.runtime.fp8 import amax_history
 
+pytestmark = pytest.mark.tier("test")
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 U32, U16 = 2.0**-24, 2.0**-9
 LEAST_SCALE = 2.0**-120

@@ -12,6 +12,8 @@ from torch import nn
 from tests.fp8.rank_fp8 import ROWS
 from ub_overlap import _torch_compat as compat
 
+pytestmark = pytest.mark.tier("test")
+
 
 class GatedMLP(nn.Module):
     def __init__(self, dim: int, inner: int) -> None:

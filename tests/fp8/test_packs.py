@@ -9,7 +9,9 @@ import torch
 
 from tests.fp8.rank_fp8 import NO_ROWS
 from tests.fp8.rank_packs import CASES, FORCE, ROWWISE, run_case, run_model, run_saved, run_steps, verified
+from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but, in_full
 
 pytestmark = NO_ROWS
 LLAMA, BF16 = "tests.models.dtensor_llama", torch.bfloat16
@@ -24,7 +26,7 @@ def test_cases(pool2: RankPool, name: str) -> None:
         assert all(detail.startswith(CASES[name][3]) for detail in details), details
 
 
-@pytest.mark.parametrize("name", ["parts", "biases", "flattened"])
+@pytest.mark.parametrize("name", full_but(["parts"], ["parts", "biases", "flattened"]))
 def test_inductor(pool2: RankPool, name: str) -> None:
     for differ, packs, _ in pool2.run(run_case, name, {"overlap": "force"}):
         assert (differ, packs) == ([], CASES[name][2])
@@ -34,9 +36,7 @@ def test_inductor(pool2: RankPool, name: str) -> None:
     ("variant", "options"),
     [
         ({}, {}),
-        ({"kv_heads": 4, "layers": 2}, {}),
-        ({"bias": True}, {}),
-        ({"each": True}, {}),
+        *map(in_full, [({"kv_heads": 4, "layers": 2}, {}), ({"bias": True}, {}), ({"each": True}, {})]),
         ({}, {"fp8": {"recipe": "rowwise", "weights": "per_call"}}),
     ],
     ids=["block", "two blocks", "biases", "a gather each", "per call"],
@@ -67,6 +67,7 @@ def test_four_ranks(pool4: RankPool) -> None:
         assert run.differ == [] and all(d.packs == (3,) for d in run.gathers())
 
 
+@pytest.mark.tier("full")
 def test_block_inductor(pool2: RankPool) -> None:
     """Kernels that read slices round a few elements to the next step."""
     for run in pool2.run(run_model, LLAMA, {"dtype": BF16}, INDUCTOR):
@@ -92,7 +93,8 @@ def test_verify(pool2: RankPool) -> None:
         assert packs == (3,) and error is not None and error < 1e-5
 
 
-def test_saved_plans(pool2: RankPool) -> None:
+@pytest.mark.tier("test")
+def test_saved_plans(fake2: FakeRanks) -> None:
     """A saved plan packs what it packed. "off" still packs nothing."""
-    for found in pool2.run(run_saved):
+    for found in fake2.run(run_saved):
         assert found == [[[3]], [[3]], [[]], [[]], [[]], [[]]]

@@ -21,6 +21,8 @@ from ub_overlap.compiler.fp8.state.cached_weights import copy_returned_casts
 from ub_overlap.runtime.extension import extension
 from ub_overlap.runtime.fp8.weight_cache import cast_in_aten, weight_cast
 
+pytestmark = pytest.mark.tier("test")
+
 BF16 = torch.bfloat16
 AXES = (None, -1, -2)
 ROWS, COLS = 48, 32

@@ -17,6 +17,8 @@ import pytest
 from tests.gpu.launch import ENVIRONMENT, Finished, launch, pytest_arguments, torchrun_command
 from tests.harness.programs import run_program
 
+pytestmark = pytest.mark.tier("full")
+
 
 @dataclass(frozen=True)
 class Module:

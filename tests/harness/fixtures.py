@@ -1,4 +1,4 @@
-"""Pools of ranks. A conftest.py imports the names that its tests use."""
+"""Pools of ranks, and ranks that do not exist. A conftest.py imports the names that its tests use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,23 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
+
+
+@pytest.fixture
+def fake2() -> FakeRanks:
+    return FakeRanks(2)
+
+
+@pytest.fixture
+def fake3() -> FakeRanks:
+    return FakeRanks(3)
+
+
+@pytest.fixture
+def fake4() -> FakeRanks:
+    return FakeRanks(4)
 
 
 @pytest.fixture(scope="session")

@@ -50,15 +50,23 @@ GRACE = 5.0  # seconds for the other ranks to finish after one has failed
 class RankError(RuntimeError):
     """One or more ranks raised. `failures` maps rank -> (exception type name, message, traceback text).
 
+    Ranks that raised the same are named together.
     `stacks`: of the ranks that had not finished, and what all had run before: one of these may have left the group out of step.
     """
 
     def __init__(self, world: int, failures: dict[int, tuple[str, str, str]], unfinished: list[int], stacks: str) -> None:
         self.failures = failures
-        parts = [f"rank {rank} of {world} raised {failure[0]}:\n{failure[2]}" for rank, failure in sorted(failures.items())]
+        alike: dict[tuple[str, str, str], list[int]] = {}
+        for rank, failure in sorted(failures.items()):
+            alike.setdefault(failure, []).append(rank)
+        parts = [f"{_ranks_of(ranks, world)} raised {failure[0]}:\n{failure[2]}" for failure, ranks in alike.items()]
         if unfinished:
             parts.append(f"ranks {unfinished} did not finish within {GRACE:g} s after that and were killed\n{stacks}")
         super().__init__("\n".join(parts))
+
+
+def _ranks_of(ranks: list[int], world: int) -> str:
+    return f"rank {ranks[0]} of {world}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} of {world} each"
 
 
 class RankDied(RuntimeError):

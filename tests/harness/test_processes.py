@@ -14,6 +14,8 @@ from tests.harness.outcomes import observe_ranks
 from tests.harness.processes import READ_AT_IMPORT, kill_process, start_process
 from tests.harness.ranks import WAIT_S, RankDied, RankError, RankPool
 
+pytestmark = pytest.mark.tier("test")
+
 FUNCTION = f"{rank_processes.__name__}:state"
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.harness.programs import run_program
 
+pytestmark = pytest.mark.tier("test")
+
 SEES = """
 import atexit, os, sys
 assert not any(name.partition(".")[0] == "ub_overlap" for name in sys.modules)

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.harness.ranks import PATIENCE_S
-from tests.harness.workers import scope_of
+from tests.harness.workers import number_runs, scope_of
 from tests.test_docs import ROOT
 
 CASES = "import pytest\n@pytest.mark.parametrize('case', range(6))\ndef test_case(case): pass\n"
 
 
+@pytest.mark.tier("test")
 def test_tests_of_a_file_run_in_one_worker(tmp_path: Path) -> None:
     """The tests on GPUs run in one worker."""
     pytest.importorskip("xdist")
@@ -45,3 +46,8 @@ def test_scopes() -> None:
     assert {scope_of(f"tests/some/test_a.py::test[{n}]") for n in (0, 1)} == {"tests/some/test_a.py"}
     assert len({scope_of(f"tests/test_demo.py::test[{n}]") for n in (0, 1)}) == 2
     assert {scope_of(f"tests/test_install.py::test[{n}]") for n in (0, 1)} == {"tests/test_install.py"}
+
+
+def test_a_file_of_two_tiers_has_two_runs() -> None:
+    order = [f"tests/some/{name}::test" for name in ("test_a.py", "test_b.py")] + ["tests/some/test_a.py::test_slow"]
+    assert list(number_runs(order).values()) == ["1 tests/some/test_a.py", "2 tests/some/test_b.py", "3 tests/some/test_a.py"]

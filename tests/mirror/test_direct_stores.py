@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.direct_stores import merge
 from tests.harness.programs import run_program
 from ub_overlap.compiler.cost.profile import Profile
@@ -12,6 +14,7 @@ from ub_overlap.compiler.cost.profile import Profile
 PROFILES = Path(__file__).parents[2] / "compiler" / "cost" / "profiles"
 
 
+@pytest.mark.tier("test")
 def test_rows_of_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text((PROFILES / "cpu.json").read_text())

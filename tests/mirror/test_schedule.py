@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.mirror.schedule import mirror, source_at
 from benchmarks.ops.peers import push_targets
+from tests.harness.tiers import full_but
 from tests.schedule.samples import keys
 from ub_overlap.runtime.schedule import Key, build
 from ub_overlap.runtime.schedule.interpret import FREED, Machine, SimulatedCall
@@ -96,7 +97,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("machine", [TwoProcesses, CudaWords])
-@pytest.mark.parametrize("ranks", [3, 4, 8])
+@pytest.mark.parametrize("ranks", full_but([3, 4], [3, 4, 8]))
 def test_two_processes_serve_each_other(ranks: int, machine: type[TwoProcesses]) -> None:
     """Calls of one kind, and of two kinds in turn, end in every process, with data of the same call."""
     samples = [mirror(build(key, 0)) for chunks in ((0, 2, 2 * ranks) if ranks < 8 else (0, 9)) for key in keys(ranks, chunks)]

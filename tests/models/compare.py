@@ -145,6 +145,15 @@ def _compare(
     return Comparison(errors, roundings, decisions, case.expected)
 
 
+def decide_sites(rank: int, world: int, module: str, variant: dict[str, Any], options: dict[str, Any]) -> Comparison:
+    """Compile a case, forward and backward, and return its decisions without errors: for ranks that do not exist."""
+    case: Case = importlib.import_module(module).build(rank, world, **variant)
+    with uncached():
+        mark = _mark()
+        values(case, torch.compile(case.module, backend="ub_overlap", dynamic=case.dynamic, options=options))
+    return Comparison({}, {}, _decisions(mark), case.expected)
+
+
 def _mark() -> int:
     from ub_overlap.compiler.reports.history import HISTORY
 

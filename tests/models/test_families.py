@@ -9,6 +9,8 @@ import pytest
 from tests.harness.ranks import RankPool
 from tests.models import rank_families
 
+pytestmark = pytest.mark.tier("full")
+
 FAMILIES: dict[str, tuple[list[str], int, str]] = {
     "gemma2": (["one_shot"] * 3, 2, "RMSNorm of the branch, the residual and RMSNorm"),
     "glm4": (["one_shot"] * 3, 2, "RMSNorm of the branch, the residual and RMSNorm"),

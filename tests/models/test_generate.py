@@ -9,6 +9,8 @@ import pytest
 from tests.harness.ranks import RankPool
 from tests.models import rank_generate
 
+pytestmark = pytest.mark.tier("test")
+
 ALL_REDUCES = 5
 """Of a graph: the embedding's and two of each of the two layers. Each has a norm behind it; the logits are gathered."""
 

@@ -12,6 +12,8 @@ import pytest
 from ub_overlap.cli import main
 from ub_overlap.tools.planner.sizes import CP_FORMS
 
+pytestmark = pytest.mark.tier("test")
+
 HEADS, KV_HEADS, WIDTH, SEQ, RANKS = 8, 4, 64, 8192, 4
 HIDDEN = HEADS * WIDTH
 BLOCK = ["--hidden", str(HIDDEN), "--ffn", "1024", "--heads", str(HEADS), "--kv-heads", str(KV_HEADS), "--seq", str(SEQ)]

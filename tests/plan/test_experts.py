@@ -19,6 +19,8 @@ from ub_overlap.runtime.errors import OptionError
 from ub_overlap.tools.planner.models import block_input, parallel_blocks
 from ub_overlap.tools.planner.sizes import PlannedBlock
 
+pytestmark = pytest.mark.tier("test")
+
 # A layer like those of DeepSeek-V2-Lite, with a shared expert.
 LAYER = ["--hidden", "2048", "--ffn", "1408", "--heads", "16", "--seq", "4096", "--experts", "64", "--experts-per-token", "6"]
 SHARED = ["--shared-ffn", "2816"]

@@ -119,6 +119,7 @@ def test_import_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "not a tp_comm_overlap_cfg" in error and str(path) in error and "optimizer" in error and "qkv_fprop" in error
 
 
+@pytest.mark.tier("test")
 def test_import_needs_no_torch(tmp_path: Path) -> None:
     path = tmp_path / "cfg.json"
     path.write_text(json.dumps({"fc1_fprop": {"method": "ring_exchange"}}))

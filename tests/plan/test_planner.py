@@ -29,6 +29,8 @@ from ub_overlap.tools.planner.planned_step import without_taken_matmuls
 from ub_overlap.tools.planner.sizes import MODELS, PlannedBlock, named
 from ub_overlap.tools.planner.unmatched_time import find_unmatched_work
 
+pytestmark = pytest.mark.tier("test")
+
 SMALL = PlannedBlock(hidden=64, ffn=128, heads=8, kv_heads=4, seq=32, tp=2, batch=2, dtype="fp32")
 
 
@@ -63,6 +65,7 @@ def test_matmuls_count_where_they_run() -> None:
         assert work is not None and (work.kind, work.matmuls) == (kind, left)
 
 
+@pytest.mark.tier("test")
 def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
     """Planning works outside the checkout, and the sums of the 70B block are plausible.
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from tests.compiler.rank_compile import FORCE, build, check, decisions_of
+from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import INNER
 from ub_overlap.compiler.options import Options, parse
 from ub_overlap.compiler.overrides.override_set import parse_overrides
 from ub_overlap.compiler.overrides.requested_strategy import override_of
@@ -168,7 +170,7 @@ STRIPES = [
 ]
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 def test_stripes_by_rules_compute_the_same(pool2: RankPool, inner: str) -> None:
     """Rules with stripes keep outputs and gradients of a sequence-parallel Llama block, and each site names its rule."""
     options = {"overlap": "force", "inner": inner, "overrides": [*STRIPES, {"backward.3": "pipelined"}]}
@@ -219,8 +221,9 @@ def illegal(rank: int, world: int) -> list[tuple[str, str | None, str]]:
     return [(str(d.strategy), d.reason.value if d.reason else None, d.detail) for d in decisions]
 
 
-def test_illegal_stripes_leave_a_site_alone(pool2: RankPool) -> None:
-    for gather, scatter, *backward in pool2.run(illegal):
+@pytest.mark.tier("test")
+def test_illegal_stripes_leave_a_site_alone(fake2: FakeRanks) -> None:
+    for gather, scatter, *backward in fake2.run(illegal):
         assert gather[:2] == ("none", "strategy_illegal")
         assert "shards are gathered" in gather[2] and "overrides[0] (any site)" in gather[2]
         assert scatter[:2] == ("pipelined:stripes=2", None)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.compiler.rank_compile import FORCE, build, plans_of
 from tests.compiler.test_plan import PLAN
-from tests.harness.ranks import RankPool
+from tests.harness.fake_ranks import FakeRanks
 from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.overrides.override_set import parse_overrides
 from ub_overlap.compiler.overrides.rule import SiteDescription
@@ -157,8 +157,9 @@ def saved_and_loaded(rank: int, world: int, path: str) -> tuple[list[tuple[str, 
     return [(d.id, str(d.strategy)) for p in again for d in p.decisions], error, str(mine)
 
 
-def test_through_compile(pool2: RankPool, tmp_path: Path) -> None:
-    for sites, error, path in pool2.run(saved_and_loaded, str(tmp_path / "plan.json")):
+@pytest.mark.tier("test")
+def test_through_compile(fake2: FakeRanks, tmp_path: Path) -> None:
+    for sites, error, path in fake2.run(saved_and_loaded, str(tmp_path / "plan.json")):
         assert dict(sites)["forward.0"] == "none"
         assert dict(sites)["forward.1"] == "pipelined:stripes=2"
         assert error.startswith("OptionError") and "the first site that differs is forward.0" in error and path in error

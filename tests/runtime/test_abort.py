@@ -10,6 +10,8 @@ from tests.harness.ranks import RankPool
 
 from . import rank_abort
 
+pytestmark = pytest.mark.tier("test")
+
 SLACK = 20.0
 """Seconds that a busy machine may add. The deadlines of the waits are 60 s."""
 

@@ -6,9 +6,12 @@ import pytest
 
 from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import INNER
 
 from . import rank_all_to_all as work
 from . import rank_ordered_rows as ordered
+
+pytestmark = pytest.mark.tier("test")
 
 STEP = 2.5
 SLACK = 20.0
@@ -76,7 +79,7 @@ def test_fakes_with_unbacked_splits(pools: dict[int, RankPool]) -> None:
     assert pools[2].run(work.unbacked_fakes) == [("sum", 3, "torch.bfloat16")] * 2
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 def test_in_a_graph(pools: dict[int, RankPool], inner: str) -> None:
     assert pools[2].run(work.compiled, inner) == [[], []]
 

@@ -9,6 +9,8 @@ from tests.harness.ranks import RankPool
 
 from . import rank_blame
 
+pytestmark = pytest.mark.tier("test")
+
 STEP = 2.0
 TIMEOUT, MISMATCH = ("PeerTimeoutError",), ("SiteMismatchError",)
 

@@ -12,6 +12,8 @@ from tests.harness.ranks import RankPool
 
 from . import rank_failures
 
+pytestmark = pytest.mark.tier("test")
+
 STEP = 2.5
 SLACK = 20.0
 """Seconds that a busy machine may add. Deadlines that must not be reached are longer."""

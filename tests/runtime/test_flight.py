@@ -67,6 +67,7 @@ def test_an_error_has_a_file(pools: dict[int, RankPool], tmp_path: Path) -> None
     assert "the last call of rank 2, 3, is finished: all_gather_matmul at site '/site.2'" in text
 
 
+@pytest.mark.tier("test")
 def test_a_signal_in_first_calls(tmp_path: Path) -> None:
     """It neither ends the process before there is a session, nor is lost after the last group was destroyed."""
     for outcome in observe_ranks("tests.runtime.rank_flight:signalled_at_first_calls", 2, args=(str(tmp_path),)):
@@ -75,6 +76,7 @@ def test_a_signal_in_first_calls(tmp_path: Path) -> None:
             assert found.get("error", "") == "" and all(found.get(key, True) for key in ("file", "ended")), outcome
 
 
+@pytest.mark.tier("test")
 def test_a_signal(tmp_path: Path) -> None:
     for outcome in observe_ranks("tests.runtime.rank_flight:signalled", 2, args=(str(tmp_path),)):
         found = outcome.value

@@ -6,6 +6,8 @@ import pytest
 
 from tests.harness.outcomes import observe_ranks
 
+pytestmark = pytest.mark.tier("test")
+
 
 def _values(function: str, *args: object) -> list[object]:
     outcomes = observe_ranks(f"tests.runtime.rank_forks:{function}", 2, args=args)

@@ -8,23 +8,28 @@ import sys
 import pytest
 
 from tests.harness.ranks import PATIENCE_S, RankPool
+from tests.harness.tiers import full_but
 
 from . import rank_compiled
 from . import rank_functional as work
 
-both = pytest.mark.parametrize("world", [2, 4])
+pytestmark = pytest.mark.tier("test")
+
+LARGE = [("gathers", 4), ("scatters", 4), ("reduces", 4)]
+KINDS = ["gathers", "scatters", "reduces", "smallest", "partly_used", "groups", "autocast"]
+CASES = [(what, world) for what in KINDS for world in (2, 4)]
 
 
-@both
-@pytest.mark.parametrize("what", ["gathers", "scatters", "reduces", "smallest", "partly_used", "groups", "autocast"])
+@pytest.mark.parametrize(("what", "world"), full_but([case for case in CASES if case not in LARGE], CASES))
 def test_values_and_gradients(pools: dict[int, RankPool], world: int, what: str) -> None:
     for bad in pools[world].run(getattr(work, what)):
         assert not bad, "\n".join(bad[:20])
 
 
-@pytest.mark.parametrize(
-    ("backend", "batch"), [("aot_eager", 1), ("aot_eager", 2), ("inductor", 2), ("ub_overlap", 1), ("ub_overlap", 2)]
-)
+BACKENDS = [("aot_eager", 1), ("aot_eager", 2), ("inductor", 2), ("ub_overlap", 1), ("ub_overlap", 2)]
+
+
+@pytest.mark.parametrize(("backend", "batch"), full_but([("aot_eager", 1), ("ub_overlap", 2)], BACKENDS))
 def test_compiled(pools: dict[int, RankPool], backend: str, batch: int) -> None:
     for bad in pools[2].run(rank_compiled.compiled, backend, batch):
         assert not bad, "\n".join(bad)

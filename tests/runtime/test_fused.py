@@ -9,6 +9,8 @@ from tests.harness.ranks import RankPool
 
 from . import rank_fused
 
+pytestmark = pytest.mark.tier("test")
+
 STEP = 2.5
 SLACK = 20.0
 MISUSES = (

@@ -12,6 +12,8 @@ from tests.harness.ranks import PATIENCE_S, RankPool
 
 from . import rank_hosts
 
+pytestmark = pytest.mark.tier("test")
+
 STEP = 2.5
 SLACK = 20.0
 

@@ -164,6 +164,7 @@ def test_ranks_with_other_proposals_keep_the_first_at_peers(cache: Path) -> None
     assert extension().matmul_algorithms(0) == {}
 
 
+@pytest.mark.tier("test")
 def test_a_second_process_uses_what_is_stored(cache: Path) -> None:
     store.add(LIBRARY, {KEY: CHOSEN})
     program = (

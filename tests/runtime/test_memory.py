@@ -15,6 +15,8 @@ from ub_overlap.runtime.session.topology import Topology, choose_transport
 
 from . import rank_memory
 
+pytestmark = pytest.mark.tier("test")
+
 
 @pytest.mark.parametrize("topic", ["grow/", "grown/"])
 def test_killed_while_growing(topic: str) -> None:

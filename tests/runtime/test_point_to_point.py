@@ -74,6 +74,7 @@ def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
         assert [one["error"] for one in found] == ["OptionError"] * 7 + [""], found
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("how", ["kill", "abort"])
 def test_a_stage_that_fails(how: str) -> None:
     """Its neighbours name it within twice the deadline, and the others end too. More in test_stage.py."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
 
 from . import rank_sessions
+
+pytestmark = pytest.mark.tier("test")
 
 
 def test_growth_and_unseen_shapes(pools: dict[int, RankPool]) -> None:

@@ -62,6 +62,7 @@ def test_a_rank_that_never_releases(pools: dict[int, RankPool]) -> None:
         assert STEP * 0.9 < found["seconds"] < STEP + SLACK
 
 
+@pytest.mark.tier("test")
 def test_a_rank_that_dies_before_its_release() -> None:
     found = observe_ranks("tests.runtime.rank_split:never_releases", 2, args=(60.0, True))[0].value
     assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (1,)), found
@@ -109,6 +110,7 @@ def test_another_order_of_two_slots(pools: dict[int, RankPool]) -> None:
         assert found["seconds"] < 2 * STEP + SLACK
 
 
+@pytest.mark.tier("test")
 def test_a_rank_that_dies_between() -> None:
     found = observe_ranks("tests.runtime.rank_split:dies_between", 2, args=(60.0,))[0].value
     assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (1,)), found

@@ -35,6 +35,7 @@ def test_ranks_that_are_late_at_random(pools: dict[int, RankPool]) -> None:
     assert pools[4].run(ranks.delayed_steps, 2, 4) == [[]] * 4
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(("how", "name"), [("kill", "Interleaved1F1B"), ("stop", "1F1B"), ("drop", "ZBVZeroBubble")])
 def test_a_stage_that_fails_within_a_schedule(how: str, name: str) -> None:
     """Every other rank's error names it within twice the deadline, and which message waited."""

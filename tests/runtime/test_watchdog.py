@@ -98,6 +98,7 @@ def test_stop_waits_for_memory_that_is_being_freed(monkeypatch: pytest.MonkeyPat
     assert ended.is_set()
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_peer_that_gave_up(world: int) -> None:
     """All ranks log a peer's failure, also idle ones. They still raise it later with its class and text."""
@@ -111,6 +112,7 @@ def test_a_peer_that_gave_up(world: int) -> None:
                 assert "noticed by rank 0" in text, (rank, text)
 
 
+@pytest.mark.tier("test")
 def test_check_where_all_is_well() -> None:
     with RankPool(2) as pool:  # a separate pool: check() covers all groups, and other tests break theirs
         assert pool.run(work.unpoisoned) == [[]] * 2

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 
+from tests.harness.tiers import full_but
 from ub_overlap.runtime.schedule import Key, Schedule, ScheduleError, build, build_all, check, check_reuse, check_sequence
 from ub_overlap.runtime.schedule.builders.schedule_writer import runs, split
 from ub_overlap.runtime.schedule.steps import (
@@ -32,7 +33,7 @@ def of(schedule: Schedule, kind: type[Step], queue: Queue | None = None) -> list
     return [step for step in schedule.steps if isinstance(step, kind) and queue in (None, step.queue)]
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", full_but(range(1, 5), range(1, 9)))
 def test_every_key_is_proven(ranks: int) -> None:
     for chunks in chunk_counts(ranks):
         for key in keys(ranks, chunks):
@@ -42,7 +43,7 @@ def test_every_key_is_proven(ranks: int) -> None:
                 check(build_all(key))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("ranks", full_but([1, 2], [1, 2, 5]))
 def test_every_key_is_proven_in_a_row(ranks: int) -> None:
     for chunks in chunk_counts(ranks):
         for key in keys(ranks, chunks):
@@ -260,6 +261,7 @@ def test_ranks_outside_the_group_are_refused() -> None:
         build(Key("bulk_all_gather", 2), 2)
 
 
+@pytest.mark.tier("test")
 def test_the_package_does_not_import_torch() -> None:
     code = "import sys, ub_overlap.runtime.schedule; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

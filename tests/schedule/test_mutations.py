@@ -13,7 +13,11 @@ from ub_overlap.runtime.schedule.steps import Wait
 from .mutations import Broken, any_order, harmful
 from .samples import keys
 
-SAMPLES = [key for ranks, chunks in [(1, 0), (2, 4), (3, 0), (4, 2)] for key in keys(ranks, chunks)]
+TIERS = {(1, 0): "check", (2, 4): "check", (3, 0): "test", (4, 2): "full"}
+"""(ranks, chunks) of the keys. More ranks cost more time, and find what fewer do."""
+SAMPLES = [
+    pytest.param(key, marks=pytest.mark.tier(tier), id=str(key)) for sizes, tier in TIERS.items() for key in keys(*sizes)
+]
 
 
 def accepted(schedules: tuple[Schedule, ...]) -> bool:
@@ -32,7 +36,7 @@ def broken_groups(key: Key, mutate: Callable[[Schedule], Iterator[Broken]]) -> l
     return [(name, (*good[:at], schedule, *good[at + 1 :])) for name, schedule in mutate(good[at])]
 
 
-@pytest.mark.parametrize("key", SAMPLES, ids=str)
+@pytest.mark.parametrize("key", SAMPLES)
 def test_harmful_changes_are_refused(key: Key) -> None:
     assert accepted(build_all(key))
     groups = broken_groups(key, harmful)
@@ -44,7 +48,7 @@ def test_harmful_changes_are_refused(key: Key) -> None:
     assert missed == []
 
 
-@pytest.mark.parametrize("key", SAMPLES, ids=str)
+@pytest.mark.parametrize("key", SAMPLES)
 def test_what_is_accepted_computes_the_right_rows(key: Key) -> None:
     kept = [(name, schedules) for name, schedules in broken_groups(key, any_order) if accepted(schedules)]
     for name, schedules in kept:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from tests.harness.tiers import full_but
 from ub_overlap.runtime.schedule import (
     Key,
     Schedule,
@@ -34,13 +35,14 @@ def without(schedules: tuple[Schedule, ...], drop: type, kind: FlagKind) -> tupl
     return tuple(result)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", full_but([1, 2], [1, 2, 3]))
 def test_every_pair_of_kinds_shares_an_arena(ranks: int) -> None:
     for a in keys(ranks, ranks + 1):
         for b in keys(ranks, 1):
             check_pair(a, b)
 
 
+@pytest.mark.tier("test")
 def test_groups_of_different_sizes_share_a_copy_queue() -> None:
     for a in keys(4, 4):
         for b in list(keys(3, 0))[::3]:

@@ -48,6 +48,7 @@ FAULTS = (
 """Those that tests/runtime/test_failures.py does not try, and a late rank."""
 
 
+@pytest.mark.tier("full")
 @pytest.mark.soak
 def test_soak() -> None:
     """Random calls of all ops have right results, and nothing grows."""
@@ -93,6 +94,7 @@ def test_a_leak_is_found_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> N
     assert "rank 1: 5 samples show no leak; it takes 6" in report.describe()
 
 
+@pytest.mark.tier("full")
 def test_a_wrong_result_is_found_and_replays() -> None:
     """The soak finds a result that was changed, of an all_to_all, names its call, and finds it again in that call alone."""
     first = soak(2, seed=4, first=20, calls=8, sabotage=24)
@@ -130,6 +132,7 @@ def fault_runs(request: pytest.FixtureRequest) -> Iterator[FaultRuns]:
     assert list_segments() <= before, "trials left shared memory open"
 
 
+@pytest.mark.tier("full")
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", [f for f in list_faults("cpu") if f.name in FAULTS], ids=lambda fault: fault.name)
 def test_fault(fault_runs: FaultRuns, fault: Fault) -> None:
