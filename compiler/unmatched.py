@@ -8,25 +8,15 @@ from ub_overlap.runtime.errors import MissError
 
 from .options import Options
 from .plan.decision import Decision
+from .plan.outcome import BY_CHOICE
 from .plan.plan import Plan
 from .plan.reasons import Kind, Reason
 from .plan.strategy import Mode
 
-NOT_UNMATCHED = {
-    Reason.DISABLED_BY_USER,
-    Reason.BELOW_THRESHOLD,
-    Reason.NO_GAIN,
-    Reason.NO_MATMUL,
-    Reason.TRIVIAL_GROUP,
-    Reason.MATMUL_TAKEN,
-    Reason.SCALES,
-}
-"""Reasons of collectives that were left alone by choice, or that have no compute to hide behind."""
-
 
 def find_unmatched(plan: Plan) -> list[Decision]:
     """Return the decisions of `plan` that a user who wants overlap would ask about."""
-    left_alone = [d for d in plan.decisions if d.strategy.mode is Mode.NONE and d.reason not in NOT_UNMATCHED]
+    left_alone = [d for d in plan.decisions if d.strategy.mode is Mode.NONE and d.reason not in BY_CHOICE]
     return [d for d in left_alone if not _exchanges_counts(d)]
 
 

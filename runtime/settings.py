@@ -6,6 +6,7 @@ returns the table.
 
 from __future__ import annotations
 
+import difflib
 import os
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_type_hints
@@ -148,7 +149,12 @@ def configure(**changes: Any) -> Settings:
     """
     unknown = sorted(set(changes) - set(Settings.__slots__))
     if unknown:
-        raise OptionError(f"unknown setting {unknown[0]!r}", expected=f"one of {', '.join(Settings.__slots__)}")
+        near = difflib.get_close_matches(unknown[0], Settings.__slots__, n=2)
+        raise OptionError(
+            f"unknown setting {unknown[0]!r}",
+            expected=f"one of {', '.join(Settings.__slots__)}",
+            fix=f"did you mean {' or '.join(near)}?" if near else "",
+        )
     _Holder.settings = replace(current(), **changes)
     _Holder.configured |= changes.keys()
     apply()

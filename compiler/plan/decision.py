@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from .reasons import Kind, Reason
-from .strategy import FUSED, DispatchTable, Mode, Strategy, parse
+from .strategy import DispatchTable, Mode, Strategy, parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class Decision:
 
     @property
     def overlapped(self) -> bool:
-        return self.strategy.mode in (Mode.PIPELINED, Mode.DIRECT, Mode.BULK, Mode.SPLIT, *FUSED)
+        return self.strategy.mode.is_overlapped
 
     @property
     def traced(self) -> Strategy:

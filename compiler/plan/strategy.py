@@ -37,6 +37,11 @@ class Mode(str, Enum):
     MERGED = "merged"
     """Removed: an all_reduce that was summed into another, or a gather of scales that goes along with their rows."""
 
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether the collective runs, concurrently with compute or as one kernel with what follows it."""
+        return self not in (Mode.NONE, Mode.MERGED)
+
 
 FUSED = (Mode.ONE_SHOT, Mode.TWO_SHOT)
 

@@ -176,7 +176,7 @@ class Report:
                     "site": d.id,
                     "kind": d.kind.value,
                     "module": d.module,
-                    "line": d.source.rpartition("/")[2].split(": ")[0],
+                    "line": d.source.partition(": ")[0].rpartition("/")[2],
                     "shape": matmuls[0] if matmuls else shapes.get("input", ""),
                     "matmuls": len(matmuls),
                     "group": f"{d.group} x{d.ranks}",
@@ -316,6 +316,9 @@ class Report:
         sections += [Section(d.heading(), d.rows(), is_open=False) for d in self.diff]
         sections += [Section(f"float8: {len(rows)} matmuls", rows, is_open=False)] if (rows := self._float8_rows()) else []
         return render_notebook(sections)
+
+    def __repr__(self) -> str:
+        return self.summary()
 
     def __str__(self) -> str:
         if not self.plans:

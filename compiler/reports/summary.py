@@ -10,6 +10,7 @@ from ub_overlap import _torch_compat as compat
 
 from ..plan.decision import Decision
 from ..plan.plan import Plan
+from ..plan.strategy import Mode
 
 log = logging.getLogger("ub_overlap")
 
@@ -21,6 +22,8 @@ def format_plan(plan: Plan) -> str:
     text = f"{plan.phase} {plan.digest}: {sum(done.values())} of {len(plan.decisions)} collectives overlapped"
     if done:
         text += " (" + ", ".join(f"{k} {v}" for k, v in sorted(done.items())) + ")"
+    if merged := sum(d.strategy.mode is Mode.MERGED for d in plan.decisions):
+        text += f"; merged into others: {merged}"
     if left:
         text += "; left alone: " + ", ".join(f"{k} {v}" for k, v in sorted(left.items()))
     if saved := sum(d.saved_bytes or 0 for d in plan.decisions):

@@ -12,10 +12,8 @@ from typing import Any
 from ub_overlap.runtime.errors import OptionError
 
 from ..cost.predict import Prediction
+from ..plan.step_kind import COLORS, step_kind
 from .measured import Measured, StepTime
-
-COLORS = {"matmul": "#4878d0", "copy": "#ee854a", "collective": "#d65f5f", "reduce": "#6acc64", "other": "#c0c0c0"}
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +43,6 @@ def predicted_lane(site: str, prediction: Prediction, what: str = "predicted") -
 def measured_lane(site: str, times: Measured) -> Lane:
     """Return the measured steps of a site."""
     return Lane(site, "measured", start_at_zero(times.steps))
-
-
-def step_kind(step: StepTime) -> str:
-    """Return the kind of a step, one of COLORS, by the first word of its text."""
-    word = step.text.lower().partition(" ")[0]
-    return "collective" if word in _COLLECTIVES else word if word in COLORS else "other"
 
 
 def shift_steps(steps: Sequence[StepTime], by: float) -> tuple[StepTime, ...]:
@@ -121,7 +113,7 @@ def _png(path: Path, lanes: Sequence[Lane]) -> None:
         for s in lane.steps:
             height = row + (0.4 if s.queue == "COPY" else 0.0)  # rows grow downwards
             axes.broken_barh(
-                [(s.begin_us, s.end_us - s.begin_us)], (height, 0.36), facecolors=COLORS[step_kind(s)], edgecolor="white"
+                [(s.begin_us, s.end_us - s.begin_us)], (height, 0.36), facecolors=COLORS[step_kind(s.text)], edgecolor="white"
             )
     for name, color in COLORS.items():
         axes.broken_barh([], (0, 0), facecolors=color, label=name)

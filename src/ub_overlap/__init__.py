@@ -1,4 +1,4 @@
-"""Overlap of tensor-parallel communication with matmuls: `torch.compile(model, backend="ub_overlap")`.
+"""Hides the communication of parallel models behind their compute: `torch.compile(model, backend="ub_overlap")`.
 
 The public API. Names are imported at their first use (PEP 562), so importing the package costs nothing, touches no device and
 starts no process group. `ub_overlap.compiler` decides and rewrites, `ub_overlap.runtime` executes.

@@ -70,6 +70,8 @@ CODES = [
     (2, ""), (2, "nonsense"), (0, "--version"), (0, "--help"),
 ]  # fmt: skip
 
+STARTS_A_PROCESS = ("bisect -- true", "bisect -- false")
+
 
 def run(command: str) -> int:
     """Run a command line in this process and return the exit code of the process."""
@@ -80,7 +82,13 @@ def run(command: str) -> int:
         return int(exit.code or 0)
 
 
-@pytest.mark.parametrize(("code", "command"), CODES, ids=[command for _, command in CODES])
+@pytest.mark.parametrize(
+    ("code", "command"),
+    [
+        pytest.param(code, command, id=command, marks=[pytest.mark.tier("test")] if command in STARTS_A_PROCESS else [])
+        for code, command in CODES
+    ],
+)
 def test_exit_codes(
     code: int, command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +113,7 @@ def verbs_of(parser: Parser) -> list[str]:
     return [p.prog.split()[-1] for p in all_parsers(parser) if len(p.prog.split()) == 4]
 
 
+@pytest.mark.tier("test")
 def test_a_machine_without_overlap_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "_probe", lambda: {"crashed": "exit code -6: no message"})
     assert main(["doctor"]) == 1
@@ -212,6 +221,7 @@ def test_examples_parse(parser: Parser, folder: Path) -> None:
             build_parser().parse_args(words)
 
 
+@pytest.mark.tier("test")
 def test_help_starts_without_heavy_imports() -> None:
     code = (
         "import sys\nfrom ub_overlap.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
@@ -221,6 +231,7 @@ def test_help_starts_without_heavy_imports() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.tier("test")
 def test_a_closed_pipe_is_no_error(folder: Path) -> None:
     """`explain ... | head -1`: no message, and the code of a process that SIGPIPE ended."""
     sites = [{**report()["sites"][0], "id": f"forward.{i}"} for i in range(5000)]
@@ -230,6 +241,7 @@ def test_a_closed_pipe_is_no_error(folder: Path) -> None:
     assert done.stderr == "" and done.stdout.splitlines()[-1] == "codes 141 0"
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("command", "code"),
     [
@@ -250,6 +262,7 @@ def test_output_that_cannot_be_written(command: str, code: int, folder: Path) ->
     assert len(done.stderr.splitlines()) == (1 if code in (1, 2) else 0) and "Traceback" not in done.stderr
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_locale_without_utf8(encoding: str, folder: Path) -> None:
     """Characters that the encoding of stdout lacks are escaped; files are UTF-8."""
@@ -295,3 +308,12 @@ def test_reports_in_logs_are_plain_text(
     monkeypatch.setenv("NO_COLOR", "1")
     run("explain a.json --text")
     assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "meant"), [("reprot list", "report"), ("explain --jsn a.json", "--json"), ("report shwo", "show"), ("zzz", "")]
+)
+def test_a_misspelled_word_is_corrected(command: str, meant: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command) == 2
+    said = capsys.readouterr().err
+    assert (f"did you mean {meant}?" in said) if meant else ("did you mean" not in said)

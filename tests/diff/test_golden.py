@@ -17,7 +17,6 @@ from tests.diff.samples import after, before, graphs, renamed, report, with_clon
 from ub_overlap.compiler.diff import stored_report
 from ub_overlap.compiler.diff.edits import Diff
 from ub_overlap.compiler.diff.render import dot, html, model_explorer, site_section, text
-from ub_overlap.compiler.unmatched import NOT_UNMATCHED
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -78,11 +77,6 @@ def test_the_page_is_one_file(tmp_path: Path) -> None:
     assert page.count("</script>") == 2 and "alert(1)" in page
     embedded = page.partition('id="data">')[2].partition("</script>")[0]
     assert json.loads(embedded)["sites"][0]["detail"].startswith("</script>")
-
-
-def test_the_page_calls_missed_what_the_compiler_does() -> None:
-    listed = re.search(r"const CALM = new Set\(\[(.*?)\]\)", (html.FOLDER / "page.js").read_text())
-    assert listed and set(re.findall(r"\w+", listed[1])) == {reason.value for reason in NOT_UNMATCHED}
 
 
 def test_dot_is_balanced_and_complete() -> None:

@@ -13,6 +13,7 @@ import pytest
 import ub_overlap
 from tests.compiler.rank_compile import FORCE, build
 from tests.compiler.test_plan import GONE, LEFT, SITE
+from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.cost.predict import predict
@@ -20,10 +21,11 @@ from ub_overlap.compiler.cost.profile_lookup import load
 from ub_overlap.compiler.plan.decision import SiteSizes
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Kind
+from ub_overlap.compiler.plan.step_kind import step_kind
 from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
 from ub_overlap.compiler.reports.measured import StepTime
 from ub_overlap.compiler.reports.outlook import outlook, site_shape_of, totals
-from ub_overlap.compiler.reports.timeline import Lane, step_kind, trace_events, write_timeline
+from ub_overlap.compiler.reports.timeline import Lane, trace_events, write_timeline
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import OptionError
 
@@ -142,8 +144,9 @@ def test_measured_and_predicted(pool2: RankPool, tmp_path: Path) -> None:
         assert not explained.png or "pip install matplotlib" in explained.png
 
 
-def test_unmeasured(pool2: RankPool, tmp_path: Path) -> None:
-    for explained in pool2.run(explain, str(tmp_path), False):
+@pytest.mark.tier("test")
+def test_unmeasured(fake2: FakeRanks, tmp_path: Path) -> None:
+    for explained in fake2.run(explain, str(tmp_path), False):
         assert {row["calls"] for row in explained.rows if row["strategy"] != "none"} == {1}
         assert {row["measured_us"] for row in explained.rows} == {None}
         assert "measured" not in explained.table and "measured" not in explained.text
@@ -168,10 +171,10 @@ def test_sites_follow_each_other_in_a_timeline() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("matmul 3", "matmul"), ("Matmul 0 -> PARTIAL", "matmul"), ("Copy a -> b", "copy"), ("reduce 6", "reduce"),
-     ("reduce_scatter", "collective"), ("wait 0", "other")],
+     ("reduce_scatter", "collective"), ("Compute 0 -> PARTIAL", "matmul"), ("wait 0", "other_step")],
 )  # fmt: skip
 def test_kinds_of_steps(text: str, expected: str) -> None:
-    assert step_kind(StepTime("COMPUTE", text, 0.0, 1.0)) == expected
+    assert step_kind(text) == expected
 
 
 def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

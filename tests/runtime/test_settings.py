@@ -25,8 +25,10 @@ def test_deadlines_are_deadlines(name: str, value: object) -> None:
 
 
 def test_unknown_setting() -> None:
-    with pytest.raises(ValueError, match=r"unknown setting 'timeout'.*\n.*init_timeout_s"):
-        settings.configure(timeout=3)
+    with pytest.raises(
+        ValueError, match=r"unknown setting 'step_timeout'.*\n.*init_timeout_s.*\n.*did you mean step_timeout_s"
+    ):
+        settings.configure(step_timeout=3)
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +67,7 @@ def test_built_for_another_torch() -> None:
     assert "pip install" in caught.value.fix
 
 
+@pytest.mark.tier("test")
 def test_no_extension() -> None:
     code = (
         "import sys, importlib.util as u; found = u.find_spec\n"

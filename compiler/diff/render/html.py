@@ -14,6 +14,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from ...plan.outcome import OUTCOMES, outcome_of
+from ...plan.step_kind import step_kind
 from ..edits import Diff
 from ..graph_store import PlanGraphs
 from ..pair_nodes import NONE
@@ -51,7 +53,11 @@ def write_page(path: str | Path, content: Mapping[str, Any], title: str, figure:
     return path
 
 
-_EMPTY: dict[str, Any] = {"summary": "", "totals": "", "profile": "", "sites": [], "lanes": {}, "graphs": []}
+_EMPTY: dict[str, Any] = {
+    "summary": "", "totals": "", "profile": "", "sites": [], "lanes": {}, "graphs": [],
+    "outcomes": {outcome.name: outcome.label for outcome in OUTCOMES},
+    "overlapped": [outcome.name for outcome in OUTCOMES if outcome.is_overlapped],
+}  # fmt: skip
 
 
 def data(report: Mapping[str, Any], title: str = "") -> dict[str, Any]:
@@ -63,7 +69,16 @@ def data(report: Mapping[str, Any], title: str = "") -> dict[str, Any]:
         graphs += [_graph(joint, f"joint {snapshots.plan}")] if joint else []
         graphs.append(_graph(snapshots.diff(), f"{snapshots.phase} {snapshots.plan}"))
     kept = {k: report.get(k, _EMPTY[k]) for k in ("summary", "totals", "profile", "sites", "lanes")}
-    return {**_EMPTY, **kept, "title": title, "graphs": graphs}
+    sites = [{**site, "outcome": outcome_of(site["strategy"], site.get("reason")).name} for site in kept["sites"]]
+    return {**_EMPTY, **kept, "sites": sites, "lanes": _lanes(kept["lanes"]), "title": title, "graphs": graphs}
+
+
+def _lanes(lanes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the lanes by site, with the kind of each step as its last part."""
+    return {
+        site: [{**lane, "steps": [[*step, step_kind(step[1])] for step in lane["steps"]]} for lane in of_site]
+        for site, of_site in lanes.items()
+    }
 
 
 def _graph(diff: Diff, name: str) -> dict[str, Any]:

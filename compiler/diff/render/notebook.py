@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...plan.outcome import outcome_of
+
 FOLDER = Path(__file__).parent
 MAX_ROWS = 200
 """Rows of a table in a notebook. Notebooks store their outputs."""
-_MODES = ("pipelined", "direct", "bulk", "merged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,5 @@ def _cell(value: Any, column: str, floats: str) -> dict[str, str]:
     text = "-" if value is None else format(value, floats) if isinstance(value, float) else str(value)
     look = "number" if re.fullmatch(r"-?\d+(\.\d+)?", text) else ""
     if column in ("strategy", "choice"):
-        # A strategy may be a table of several: "1024=none;*=pipelined".
-        look = next((mode for mode in _MODES if mode in text), "none")
+        look = outcome_of(text, None).name
     return {"text": text, "look": look}

@@ -4,8 +4,6 @@
   const $ = (id) => document.getElementById(id);
   const SAME = 0, CHANGED = 1, REMOVED = 2, ADDED = 3, MOVED = 4, REPLACED = 5;
   const HEIGHT = 22;
-  // Left alone by choice, or with no matmul to hide behind: not a problem to solve.
-  const CALM = new Set(["disabled_by_user", "below_threshold", "no_gain", "no_matmul", "trivial_group", "matmul_taken", "scales"]);
 
   const make = (tag, attributes = {}, ...children) => {
     const e = document.createElement(tag);
@@ -80,13 +78,8 @@
     g.bySite = new Map(g.sites.map((d) => [d.id, d]));
   }
 
-  const group = (d) => {
-    if (d.edit !== undefined) return "other";
-    if (d.reason) return CALM.has(d.reason) ? "alone" : "missed";
-    // A strategy may be a table of several: "1024:none|pipelined;bulk".
-    return ["pipelined", "direct", "bulk", "merged"].find((mode) => d.strategy.includes(mode)) || "alone";
-  };
-  const NAMES = { pipelined: "pipelined", direct: "direct", bulk: "bulk", merged: "merged", missed: "missed", alone: "left alone", other: "edit" };
+  const group = (d) => (d.edit !== undefined ? "other" : d.outcome);
+  const NAMES = { ...DATA.outcomes, other: "edit" };
   const colour = (d) => `--c: var(--${group(d)})`;
   const gain = (d) => (!d.gain_us ? "" : d.gain_us > 0 ? `saves ${us(d.gain_us)}` : `costs ${us(-d.gain_us)}`);
   const outcome = (d) => (d.edit !== undefined ? "" : d.reason ? `${d.reason.replace(/_/g, " ")}` : d.strategy);
@@ -279,7 +272,7 @@
     return [make("h3", {}, "Predicted"), make("table", {},
       ...times.map(([name, t]) => line(name + (name === d.best ? " \u2605" : ""), t, name === d.choice)),
       d.measured_us ? line("measured", d.measured_us, false) : null),
-    make("p", { style: "color:var(--soft)" }, `matmuls ${us(d.matmul_us)}, communication ${us(d.communication_us)}${d.choice_reason && !(d.detail || "").startsWith(d.choice_reason.slice(0, 12)) ? `; ${d.choice_reason}` : ""}; \u2605 predicted best, bold: decided`)];
+    make("p", { style: "color:var(--soft)" }, `matmuls ${us(d.matmul_us)}, communication ${us(d.communication_us)}${d.choice_reason && !(d.detail || "").startsWith(d.choice_reason.slice(0, 12)) ? `; ${d.choice_reason}` : ""}; \u2605 chosen${times.some(([, t]) => t < (d.predicted_us[d.best] ?? t)) ? ": within the error of the smallest" : ""}, bold: decided`)];
   };
 
   const SVG = "http://www.w3.org/2000/svg";
@@ -288,11 +281,6 @@
     for (const [k, v] of Object.entries(attributes)) e.setAttribute(k, v);
     e.append(...children);
     return e;
-  };
-  const stepKind = (text) => {
-    const word = text.toLowerCase().split(" ")[0];
-    if (["all_gather", "reduce_scatter", "all_reduce"].includes(word)) return "collective";
-    return ["matmul", "copy", "reduce"].includes(word) ? word : "step";
   };
   const schedule = (d) => {
     const lanes = DATA.lanes[`${d.plan}/${d.id}`] || [];
@@ -311,13 +299,13 @@
       ["COMPUTE", "COPY"].forEach((queue, q) => {
         const y = top + 14 + q * 19;
         out.append(svg("rect", { class: "lane", x: left, y, width: width - left - 4, height: 16, rx: 2 }), svg("text", { x: 0, y: y + 12 }, queue.toLowerCase()));
-        lane.steps.filter((s) => s[0] === queue).forEach(([, text, begin, end]) => {
-          out.append(svg("rect", { x: x(begin), y: y + 1, width: Math.max(0.8, x(end) - x(begin) - 0.4), height: 14, rx: 1.5, fill: `var(--${stepKind(text)})` },
+        lane.steps.filter((s) => s[0] === queue).forEach(([, text, begin, end, kind]) => {
+          out.append(svg("rect", { x: x(begin), y: y + 1, width: Math.max(0.8, x(end) - x(begin) - 0.4), height: 14, rx: 1.5, fill: `var(--${kind})` },
             svg("title", {}, `${text}: ${us(begin)} to ${us(end)}`)));
         });
       });
     });
-    const kinds = { matmul: "matmul", copy: "copy", collective: "collective", reduce: "reduce", step: "wait, others" };
+    const kinds = { matmul: "matmul", copy: "copy", collective: "collective", reduce: "reduce", other_step: "wait, others" };
     return [make("h3", {}, "Schedule"), out, make("div", { class: "legend" }, ...Object.entries(kinds).map(([k, name]) =>
       make("span", {}, make("i", { style: `background:var(--${k})` }), name)))];
   };
@@ -366,7 +354,7 @@
       "aria-selected": String(i === k), "aria-controls": "graphs", onclick: () => choose(i) }, h.phase || "graph", make("small", {}, h.plan.slice(0, 8))))));
     $("before-head").replaceChildren(make("b", {}, g.before.label || "before"), `  ${g.before.size.toLocaleString("en")} nodes`);
     $("after-head").replaceChildren(make("b", {}, g.after.label || "after"), `  ${g.after.size.toLocaleString("en")} nodes`);
-    const done = g.sites.filter((d) => ["pipelined", "direct", "bulk"].includes(group(d)));
+    const done = g.sites.filter((d) => DATA.overlapped.includes(group(d)));
     const decided = g.sites.filter((d) => d.edit === undefined);
     const sum = (key, of) => decided.reduce((t, d) => t + (of(d) ?? 0), 0);
     const none = sum("none", (d) => d.predicted_us && d.predicted_us.none), chosen = none - sum("gain", (d) => d.gain_us);

@@ -28,8 +28,8 @@ def build_parser() -> Parser:
     """Return the parser of the command line. `parsers.all_parsers` returns it and those of its verbs."""
     parser = Parser(
         prog=PROG,
-        description="Hides tensor-parallel communication behind matmuls. The verbs diagnose a machine, show and compare "
-        "reports, and plan without a GPU.",
+        description="Hides the communication of parallel models behind their compute. The verbs diagnose a machine, show and "
+        "compare reports, and plan without a GPU.",
         examples=["doctor", "report list", "plan --model llama-70b", "VERB --help"],
         exits={
             0: "success",

@@ -7,8 +7,10 @@ from the same data.
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -54,8 +56,18 @@ class Parser(argparse.ArgumentParser):
         return "\n".join(lines).lstrip("\n")
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError."""
+        """Raise UsageError. A verb or flag that is close to a known one is suggested."""
+        if near := self._close_to(message):
+            message += f"; did you mean {near}?"
         raise UsageError(f"{self.prog}: error: {message}; see: {self.prog} --help")
+
+    def _close_to(self, message: str) -> str:
+        """Return the known verb or flag that is closest to the one that argparse refused, "" without any."""
+        refused = re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message)
+        actions = [action for parser in all_parsers(self) for action in parser._actions]
+        known = [name for action in actions for name in (*action.option_strings, *(action.choices or ()))]
+        near = difflib.get_close_matches((refused[1] or refused[2]).partition("=")[0], known, n=1) if refused else []
+        return near[0] if near else ""
 
 
 def add_verb(
