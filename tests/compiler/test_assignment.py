@@ -123,6 +123,7 @@ def test_pairs_that_would_wait_for_each_other(no_limit: None) -> None:
     assert left.reason is not None and left.detail
 
 
+@pytest.mark.tier("test")
 def test_small_graphs_against_brute_force(no_limit: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The assignment saves the optimum, less the minimum gain of an added matmul. Greedy alone often misses it."""
     totals, modes = [], Counter[str]()

@@ -47,6 +47,7 @@ def traced(causal: bool, kv_heads: int, flex: bool) -> list[Node]:
     return nodes
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(("causal", "kv_heads", "flex"), [(False, 8, False), (True, 2, False), (False, 2, True)])
 def test_operations(causal: bool, kv_heads: int, flex: bool) -> None:
     """Keys and values of fewer heads, which torch's formulas know from 2.12 on, count like those of all heads."""

@@ -51,6 +51,7 @@ def saved_us(plan: Plan) -> float:
     return sum(us["none"] - us[strategy] for us, strategy in predicted)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("seed", range(40))
 def test_buckets_cost_nothing_else(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pick = random.Random(-seed)

@@ -155,6 +155,7 @@ def test_one_rank_stands_for_all(key: Key) -> None:
         assert times == [(pytest.approx(begin), pytest.approx(end)) for begin, end in alone]
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_ranks_that_cut_alike_do_the_same(ranks: int) -> None:
     """Their programs differ only in ring position. With other numbers of chunks they may differ in more."""

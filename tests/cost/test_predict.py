@@ -176,6 +176,7 @@ def test_a_float8_wire_sends_half_the_bytes() -> None:
     assert predict(narrow, NONE, load("h200")) == predict(plain, NONE, load("h200"))
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("profile", PROFILES, ids=str)
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_most_that_independent_matmuls_can_add(profile: object, ranks: int) -> None:

@@ -359,6 +359,7 @@ def check_error(error: OptionError) -> None:
         assert "\n" not in error.line and len(error.line) < 1000
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("kind", READERS)
 @pytest.mark.filterwarnings("ignore:ub_overlap")
 def test_mutated_files(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

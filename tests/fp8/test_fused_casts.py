@@ -180,6 +180,7 @@ def test_layout_copy() -> None:
     assert copy.is_contiguous() and torch.equal(copy.float(), q.float().t())
 
 
+@pytest.mark.tier("test")
 def test_activations_are_saved_in_float8() -> None:
     """Backward of the second linear reads the first one's activation in float8, and relu's own input."""
     module = nn.Sequential(nn.Linear(INNER, COLS, bias=False), nn.ReLU(), nn.Linear(COLS, INNER, bias=False)).bfloat16()
@@ -234,6 +235,7 @@ def test_first_call_of_many_rows(pool2: RankPool) -> None:
             assert error_of <= 1.5 * current[name][1], (name, error_of, current[name])
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("rows", [(2 * SAMPLED_ROWS,), (2, SAMPLED_ROWS), (20, SAMPLED_ROWS // 10)], ids=str)
 def test_rows_that_are_not_sampled(rows: tuple[int, ...]) -> None:
     """A larger row between the sampled ones saturates in the first calls only, and other rows keep their accuracy.
@@ -269,6 +271,7 @@ def test_a_tensor_that_underflows_is_recorded() -> None:
     assert (results[-1] - plain).norm() < 0.06 * plain.norm()
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("size", [2.0**-20, 0.5])
 def test_gradients_of_few_rows(size: float) -> None:
     """Where no row of the sample has a gradient, the scale is found from the cast."""

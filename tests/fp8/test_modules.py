@@ -82,6 +82,7 @@ class Block(nn.Module):
         return self.second(torch.relu(self.first(x)))
 
 
+@pytest.mark.tier("test")
 def test_blocks_are_numbered_alike_by_all_their_graphs() -> None:
     """A graph whose first linear stays in 16 bits, called in another order, finds each block's histories."""
     torch._dynamo.reset()

@@ -89,6 +89,7 @@ def test_views_of_one_weight_as_siblings() -> None:
         assert same(OP(weight, BF16, -1, None, False, [whole, part]), cast_in_aten(weight, -1))
 
 
+@pytest.mark.tier("test")
 def test_memory_goes_with_the_last_weight() -> None:
     gc.collect()
     siblings = weights()
@@ -124,6 +125,7 @@ class Block(nn.Module):
         return self.down(self.a(x) * self.c(x)) + self.b(x).sum() + self.a(x + 1).sum()
 
 
+@pytest.mark.tier("test")
 @NO_ROWS
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_compiled(recipe: str) -> None:

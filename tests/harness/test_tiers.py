@@ -38,13 +38,16 @@ def test_gpu(): pass
 def test_ranks(pool2): subprocess.run([sys.executable, "--version"])
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.tier("test"))])
 def test_parameter(n): pass
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.tier("full"))])
+def test_marked_parameter(n): pass
 def test_popen(): subprocess.run([sys.executable, "--version"])
 def test_fork(): multiprocessing.get_context("fork").Process(target=print).start()
 """
 NAMES = {
     "check": ["test_parameter[1]", "test_popen", "test_fork"],
-    "test": ["test_ranks", "test_parameter[2]"],
-    "full": ["test_last", "test_gpu"],
+    "test": ["test_ranks", "test_parameter[2]", "test_marked_parameter[1]"],
+    "full": ["test_last", "test_gpu", "test_marked_parameter[2]"],
 }
 
 

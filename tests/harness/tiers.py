@@ -24,14 +24,25 @@ RANK_FIXTURES = frozenset({"pool2", "pool3", "pool4", "hf2", "hf4", "lockstep"})
 
 def tier_of(item: pytest.Item) -> str:
     """Return the tier of a test. UsageError for a mark that names no tier."""
-    mark = item.get_closest_marker("tier")
-    if mark is not None:
-        if mark.args[:1] not in {(tier,) for tier in TIERS} or mark.kwargs:
-            raise pytest.UsageError(f"{item.nodeid}: the mark is tier(NAME), one of {', '.join(TIERS)}; got {mark.args}")
-        return mark.args[0]
+    if marked := [_named(item, mark) for mark in _marks(item)]:
+        return max(marked, key=TIERS.index)  # several parameters may have marks
     if item.get_closest_marker("gpu") is not None:
         return "full"
     return "test" if RANK_FIXTURES & set(getattr(item, "fixturenames", ())) else "check"
+
+
+def _marks(item: pytest.Item) -> list[pytest.Mark]:
+    """Return the marks `tier` of the parameters; where they have none, the closest other one."""
+    callspec = getattr(item, "callspec", None)
+    of_parameters = [mark for mark in (callspec.marks if callspec else ()) if mark.name == "tier"]
+    closest = item.get_closest_marker("tier")  # for pytest, the function is closer than its parameters
+    return of_parameters or ([closest] if closest else [])
+
+
+def _named(item: pytest.Item, mark: pytest.Mark) -> str:
+    if mark.args[:1] not in {(tier,) for tier in TIERS} or mark.kwargs:
+        raise pytest.UsageError(f"{item.nodeid}: the mark is tier(NAME), one of {', '.join(TIERS)}; got {mark.args}")
+    return str(mark.args[0])
 
 
 def full_but(kept: Iterable[Any], values: Iterable[Any]) -> list[Any]:

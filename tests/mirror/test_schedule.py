@@ -96,6 +96,7 @@ def leaves(value: Any) -> Iterator[Any]:
                 yield from leaves(part)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("machine", [TwoProcesses, CudaWords])
 @pytest.mark.parametrize("ranks", full_but([3, 4], [3, 4, 8]))
 def test_two_processes_serve_each_other(ranks: int, machine: type[TwoProcesses]) -> None:

@@ -164,6 +164,7 @@ def test_an_order_that_cannot_go_on_is_an_error() -> None:
 SMALL = ["--hidden=64", "--ffn=128", "--heads=8", "--seq=32", "--tp=2", "--dtype=fp32", "--profile=cpu", "--quiet"]
 
 
+@pytest.mark.tier("test")
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     flags = ["--pp", "2", "--virtual", "2", "--microbatches", "4", "--html", str(page)]

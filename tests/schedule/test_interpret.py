@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,7 @@ def programs(draw: st.DrawFn) -> list[SimulatedCall]:
     return sites
 
 
+@pytest.mark.tier("test")
 @settings(max_examples=120, deadline=None)
 @given(programs(), st.integers(0, 2**32))
 def test_every_interleaving_is_right(sites: list[SimulatedCall], seed: int) -> None:

@@ -35,6 +35,7 @@ def without(schedules: tuple[Schedule, ...], drop: type, kind: FlagKind) -> tupl
     return tuple(result)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("ranks", full_but([1, 2], [1, 2, 3]))
 def test_every_pair_of_kinds_shares_an_arena(ranks: int) -> None:
     for a in keys(ranks, ranks + 1):
@@ -126,6 +127,7 @@ def test_groups_must_fit() -> None:
         check_sequence([schedules], groups=[(1, 1)])
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_skipped_call_is_a_mismatch_or_a_blocked_wait(ranks: int) -> None:
     samples = list(keys(ranks, 0))
