@@ -22,6 +22,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "aot_function": ("torch._functorch.aot_autograd:aot_function",),
     "decompositions": ("torch._inductor.decomposition:select_decomp_table",),
     "reparametrize_module": ("torch.nn.utils.stateless:_reparametrize_module",),
+    "is_fake": ("torch._subclasses.fake_tensor:is_fake",),
     "unset_fake_temporarily": ("torch._subclasses.fake_tensor:unset_fake_temporarily",),
     "OpOverload": ("torch._ops:OpOverload",),
     "HigherOrderOperator": ("torch._ops:HigherOrderOperator",),
