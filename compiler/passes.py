@@ -49,6 +49,7 @@ from .joint.exchange_sizes import keep_exchange_sizes, may_keep_sizes
 from .joint.merge.merge_amax_reductions import merge_amax_reductions
 from .joint.merge.merge_collectives import may_merge, merge_collectives
 from .joint.repeats.send_once import may_send_once, send_once
+from .joint.scale_shards import may_scale_shards, scale_shards
 from .joint.scatter_first import mesh_signature, scatter_first
 from .joint.sorted_rows import gather_sorted_rows, may_gather_sorted_rows
 from .match.amax_reductions import mark_amax_reductions
@@ -156,6 +157,8 @@ class JointPass(_Pass):
             yield "scatters of sorted rows that read", partial(gather_sorted_rows, graph)
         if reforms and may_merge(graph):
             yield "collectives merged", partial(merge_collectives, graph)
+        if overlaps and may_scale_shards(graph):
+            yield "gathers of scaled shards", partial(scale_shards, graph)
         if self.options.scatter_first:
             yield "all_reduces behind their reduce_scatter", partial(scatter_first, graph)
         has_float8 = _has_float8(graph)  # of the program: casts that are inserted have their place already

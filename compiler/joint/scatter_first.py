@@ -25,7 +25,7 @@ from ub_overlap import _torch_compat as compat
 
 from ..cost.site_sizes import hints_of
 from ..cost.traffic import bytes_sent_in
-from ..graph.aten import PADS, Effect, aten, c10d, dtype_of, element_effect, is_constant_scaling, node_arg
+from ..graph.aten import PADS, Effect, aten, c10d, constant_scaling, dtype_of, element_effect, node_arg
 from ..graph.emitter import Emitter
 from ..graph.joint_graph import copy_region
 from ..graph.matmul import FLOATS
@@ -87,7 +87,7 @@ def _find_pair(scatter: Collective) -> _Pair | None:
             waits.add(node)
             continue
         between.add(node)
-        sources = [node_arg(node)] if is_constant_scaling(node) else moved_tensors(node)
+        sources = [node_arg(node)] if constant_scaling(node) else moved_tensors(node)
         if not sources:
             return None
         todo.update(n for n in sources if n not in between)

@@ -63,6 +63,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "get_stride_order": ("torch._inductor.ir:get_stride_order",),
     "stable_topological_sort": ("torch._inductor.pattern_matcher:stable_topological_sort",),
     "trace_structured": ("torch._logging:trace_structured",),
+    "tree_map_only": ("torch.utils._pytree:tree_map_only",),
     "tree_leaves": ("torch.utils._pytree:tree_leaves",),
     "make_boxed_func": ("functorch.compile:make_boxed_func",),
     "_get_hash_for_files": ("torch._inductor.custom_graph_pass:get_hash_for_files",),

@@ -29,6 +29,7 @@ from ub_overlap.compiler.joint.decompose_collectives import decompose_collective
 from ub_overlap.compiler.joint.exchange_sizes import keep_exchange_sizes
 from ub_overlap.compiler.joint.merge.merge_collectives import merge_collectives
 from ub_overlap.compiler.joint.repeats.send_once import send_once
+from ub_overlap.compiler.joint.scale_shards import scale_shards
 from ub_overlap.compiler.joint.scatter_first import scatter_first
 from ub_overlap.compiler.joint.sorted_rows import gather_sorted_rows
 from ub_overlap.compiler.options import Options
@@ -77,6 +78,10 @@ def reduced_twice(x: Tensor) -> Tensor:
     return gather(gather(quarter, "inner"), "inner")
 
 
+def scaled(x: Tensor) -> Tensor:
+    return scatter((gather(x) * 0.3).cos())
+
+
 def exchanged(x: Tensor) -> Tensor:
     y = torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, GROUPS["world"])
     return torch.ops._dtensor.shard_dim_alltoall(y.sin(), 1, 0, GROUPS["world"])
@@ -111,6 +116,7 @@ PARTS: dict[Part, Pass] = {
     gathered_and_summed: merge_collectives,
     summed_twice: merge_collectives,
     reduced_twice: scatter_first,
+    scaled: scale_shards,
     exchanged: decompose_collectives,
     repeated: send_once,
     ring: merge_collectives,
