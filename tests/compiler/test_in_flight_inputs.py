@@ -24,6 +24,7 @@ from ub_overlap import _torch_compat as compat
 
 Run = Callable[[Tensor], Tensor]
 STEPS = 4
+INNER = ["aot_eager", pytest.param("inductor", marks=pytest.mark.tier("test"))]
 
 
 class Launch(torch.autograd.Function):
@@ -134,7 +135,7 @@ def train(form: Callable[[Tensor, Run], Tensor], module: nn.Module, sizes: list[
     return results
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_compiled_once_with_eager_gradients(group: None, form: Callable[[Tensor, Run], Tensor], inner: str) -> None:
     torch.manual_seed(0)
@@ -145,7 +146,7 @@ def test_compiled_once_with_eager_gradients(group: None, form: Callable[[Tensor,
         torch.testing.assert_close(result, expected)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("form", [one, in_dtensor], ids=lambda form: form.__name__)
 def test_dynamic_sizes(group: None, form: Callable[[Tensor, Run], Tensor], inner: str) -> None:
     """The second size makes Dynamo compile for any size; later ones find that graph."""
@@ -156,7 +157,7 @@ def test_dynamic_sizes(group: None, form: Callable[[Tensor, Run], Tensor], inner
         torch.testing.assert_close(result, expected)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 def test_written_in_place(group: None, inner: str) -> None:
     """What eager code reads later has the values and the history of the write."""
 

@@ -204,6 +204,7 @@ def test_each_part_is_changed(part: Part) -> None:
     assert count > 0
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("first", PARTS, ids=lambda part: part.__name__)
 def test_pairs(first: Part) -> None:
     for second, join in itertools.product(PARTS, (nested, added)):
@@ -217,6 +218,7 @@ def test_pairs(first: Part) -> None:
         check(module, (joint_pass,), expected)
 
 
+@pytest.mark.tier("test")
 def test_triples() -> None:
     choices = random.Random(0)
     for _ in range(TRIPLES):
