@@ -21,7 +21,7 @@ from ub_overlap.runtime.session import plan_graphs
 from .diff.compare_ranks import explain_difference
 from .diff.joint_snapshot import JointSnapshot
 from .graph.graph_inputs import GraphInputs
-from .graph.in_flight_inputs import has_in_flight_inputs, wait_for_inputs
+from .graph.in_flight_inputs import find_in_flight, landed_examples, with_landed_inputs
 from .inductor import apply_bug_patches, estimate_own_ops, ordering_options, register_lowerings
 from .inductor.backward_parts import inner_compiler
 from .options import Options, parse
@@ -41,9 +41,9 @@ def ub_overlap(
     `options`: ours (compiler/options.py), and Inductor's by name. `mode`: Inductor's. torch does not accept it together with
     options, which take it as {"mode": ...} instead. OptionError for invalid options.
     """
-    if has_in_flight_inputs(example_inputs):
-        compiled = ub_overlap(gm, wait_for_inputs(example_inputs), options=options, mode=mode)
-        return lambda *inputs: compiled(*wait_for_inputs(inputs))
+    if in_flight := find_in_flight(example_inputs):
+        compiled = ub_overlap(gm, landed_examples(example_inputs, in_flight), options=options, mode=mode)
+        return with_landed_inputs(compiled, in_flight)
     ours, theirs = parse_and_load(options)
     if ours.inner == "aot_eager":
         return _compile_aot_eager(gm, example_inputs, ours)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from .joint.exchange_sizes import keep_exchange_sizes, may_keep_sizes
 from .joint.merge.merge_amax_reductions import merge_amax_reductions
 from .joint.merge.merge_collectives import may_merge, merge_collectives
 from .joint.repeats.send_once import may_send_once, send_once
+from .joint.scale_shards import may_scale_shards, scale_shards
 from .joint.scatter_first import mesh_signature, scatter_first
 from .joint.sorted_rows import gather_sorted_rows, may_gather_sorted_rows
 from .match.amax_reductions import mark_amax_reductions
@@ -123,39 +125,52 @@ class JointPass(_Pass):
             note_places(graph)  # Inductor reorders a graph of inference between the passes
             return
         drop_repeated_waits(graph)
-        reforms = self._may_reform
-        merges = reforms and may_merge(graph)
-        has_float8 = bool(graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))
-        reorders = self.options.scatter_first
-        decomposes = self.options.overlap != "off" and may_decompose(graph)
-        keeps_sizes = self.options.overlap != "off" and may_keep_sizes(graph)
-        reads_sorted = reforms and may_gather_sorted_rows(graph)
         policy = Policy.of(self.options)
-        repeats = reforms and (decomposes or may_send_once(graph, policy.threshold))
-        may_change = any((merges, repeats, has_float8, self.options.fp8.is_on, reorders, decomposes, keeps_sizes, reads_sorted))
-        recorder = SnapshotRecorder(graph, "joint", settings.current().snapshots and may_change)
-        recorder.before()
-        decomposed = decompose_collectives(graph) if decomposes else 0
-        narrowed = send_once(graph, policy.threshold) if repeats else 0
-        changes = {
-            "ops with collectives inside": decomposed,
-            "sizes of all_to_alls that backward keeps": keep_exchange_sizes(graph) if keeps_sizes else 0,
-            "collectives without repeats": narrowed,
-            "scatters of sorted rows that read": gather_sorted_rows(graph) if reads_sorted else 0,
-            **self._rewrite(graph, policy, merges, has_float8),
-        }
+        recorder = SnapshotRecorder(graph, "joint", settings.current().snapshots)
+        changes: dict[str, int] = {}
+        for what, change in self._changes(graph, policy):
+            if not changes:
+                recorder.before()
+            changes[what] = change()
         mark_amax_reductions(graph)
         shards = apply_save_policy(graph, self.options, policy)
         self.joint_snapshot.joint = recorder.after() if any(changes.values()) else None
         if any(changes.values()) or shards:
             graph.lint()
-            counts = ", ".join(f"{count} {what}" for what, count in changes.items())
-            log.info("joint graph: %s, %d gathers keep the shard", counts, shards)
+            counts = "".join(f"{count} {what}, " for what, count in changes.items())
+            log.info("joint graph: %s%d gathers keep the shard", counts, shards)
 
-    @property
-    def _may_reform(self) -> bool:
-        """Whether collectives may be merged, and sums changed with them."""
-        return settings.current().merge_collectives and self.options.overlap != "off"
+    def _changes(self, graph: Graph, policy: Policy) -> Iterator[tuple[str, Callable[[], int]]]:
+        """Yield the changes that the graph may need, each as (what is changed, change it and return how many).
+
+        Each is decided on the graph that the changes before have left: none holds a node, or a fact, across another.
+        """
+        overlaps = self.options.overlap != "off"
+        reforms = overlaps and settings.current().merge_collectives  # collectives are merged, and sums changed with them
+        if overlaps and may_decompose(graph):
+            yield "ops with collectives inside", partial(decompose_collectives, graph)
+        if reforms and may_send_once(graph, policy.threshold):
+            yield "collectives without repeats", partial(send_once, graph, policy.threshold)
+        if overlaps and may_keep_sizes(graph):
+            yield "sizes of all_to_alls that backward keeps", partial(keep_exchange_sizes, graph)
+        if reforms and may_gather_sorted_rows(graph):
+            yield "scatters of sorted rows that read", partial(gather_sorted_rows, graph)
+        if reforms and may_merge(graph):
+            yield "collectives merged", partial(merge_collectives, graph)
+        if overlaps and may_scale_shards(graph):
+            yield "gathers of scaled shards", partial(scale_shards, graph)
+        if self.options.scatter_first:
+            yield "all_reduces behind their reduce_scatter", partial(scatter_first, graph)
+        has_float8 = _has_float8(graph)  # of the program: casts that are inserted have their place already
+        if self.options.fp8.is_on:
+            yield "matmuls cast to float8", partial(insert_casts, graph, self._insert_config(graph, policy))
+        if overlaps and has_float8:
+            may_be_uneven = bool(self.inputs.shards) or not self.inputs.is_known
+            hoist = HoistConfig(policy, transport.unsupported_reason, may_be_uneven)
+            yield "gathers after their casts", partial(hoist_casts, graph, hoist)
+            yield "matmuls with folded scales", partial(fold_scales, graph, policy)
+        if reforms and _has_float8(graph):
+            yield "all_reduces of amax merged", partial(merge_amax_reductions, graph)
 
     def partition(self, gm: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Change a joint graph and cut it in two, as AOTAutograd's `partition_fn`."""
@@ -163,45 +178,28 @@ class JointPass(_Pass):
         gm.recompile()
         return compat.min_cut_rematerialization_partition(gm, *args, **kwargs)
 
-    def _rewrite(self, graph: Graph, policy: Policy, merges: bool, has_float8: bool) -> dict[str, int]:
-        """Change what the graph computes. Return the number of changes by kind.
-
-        `merges`: collectives may be merged. `has_float8`: the program has such matmuls.
-        """
-        merged = merge_collectives(graph) if merges else 0
-        reordered = scatter_first(graph) if self.options.scatter_first else 0
-        cast = insert_casts(graph, _insert_config(graph, self.options, policy, self.inputs)) if self.options.fp8.is_on else 0
-        hoisted = folded = 0
-        if has_float8 and self.options.overlap != "off":
-            may_be_uneven = bool(self.inputs.shards) or not self.inputs.is_known
-            hoisted = hoist_casts(graph, HoistConfig(policy, transport.unsupported_reason, may_be_uneven))
-            folded = fold_scales(graph, policy)
-        scales = merge_amax_reductions(graph) if self._may_reform and (cast or has_float8) else 0
-        return {
-            "collectives merged": merged,
-            "all_reduces behind their reduce_scatter": reordered,
-            "matmuls cast to float8": cast,
-            "gathers after their casts": hoisted,
-            "matmuls with folded scales": folded,
-            "all_reduces of amax merged": scales,
+    def _insert_config(self, graph: Graph, policy: Policy) -> InsertConfig:
+        """Return the settings of float8 casts for one graph."""
+        options, inputs = self.options, self.inputs
+        devices = {
+            v.device.type for n in graph.find_nodes(op="placeholder") if isinstance(v := n.meta.get("val"), torch.Tensor)
         }
+        device = "cuda" if "cuda" in devices else "cpu"
+        profile = policy.profile(None, device) if policy.is_weighed(device) else None
+        return InsertConfig(
+            recipe_of(options.fp8.recipe),
+            backward=options.fp8.products == "all",
+            filter=options.fp8.filter,
+            profile=profile,
+            state=options.fp8.state,
+            cached_weights=inputs.parameters_in(graph) if options.fp8.weights == "cached" else set(),
+            verify=options.verify,
+            uneven_inputs=sizes_by_placeholder(graph, inputs.shards),
+        )
 
 
-def _insert_config(graph: Graph, options: Options, policy: Policy, inputs: GraphInputs) -> InsertConfig:
-    """Return the settings of float8 casts for one graph."""
-    devices = {v.device.type for n in graph.find_nodes(op="placeholder") if isinstance(v := n.meta.get("val"), torch.Tensor)}
-    device = "cuda" if "cuda" in devices else "cpu"
-    profile = policy.profile(None, device) if policy.is_weighed(device) else None
-    return InsertConfig(
-        recipe_of(options.fp8.recipe),
-        backward=options.fp8.products == "all",
-        filter=options.fp8.filter,
-        profile=profile,
-        state=options.fp8.state,
-        cached_weights=inputs.parameters_in(graph) if options.fp8.weights == "cached" else set(),
-        verify=options.verify,
-        uneven_inputs=sizes_by_placeholder(graph, inputs.shards),
-    )
+def _has_float8(graph: Graph) -> bool:
+    return bool(graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))
 
 
 def prepare_sites(graph: Graph, options: Options, parameters: Collection[Node] | None) -> None:

@@ -13,7 +13,7 @@ from tests.harness.tiers import full_but
 pytestmark = pytest.mark.tier("test")
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/context_parallel/train.py"
-SMALL = ["--device", "cpu", "--inner", "aot_eager", "--steps", "2", "--seq", "32", "--dim", "64", "--layers", "1", "--check"]
+SMALL = ["--device", "cpu", "--inner", "aot_eager", "--steps", "3", "--seq", "32", "--dim", "64", "--layers", "1", "--check"]
 
 
 FORMS = [("gathered", {"all_gather": 2, "reduce_scatter": 2}), ("ulysses", {"all_to_all": 8})]

@@ -59,7 +59,7 @@ SHORT = (SCHEDULES[0], SCHEDULES[4], SCHEDULES[7], SCHEDULES[13])
 @pytest.mark.parametrize(("world", "arguments"), full_but(SHORT, SCHEDULES))
 def test_gradients_of_the_first_step(request: pytest.FixtureRequest, world: int, arguments: str) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
-    results = pool.run(run, [*arguments.split(), "--steps", "2", "--width", "32"])
+    results = pool.run(run, [*arguments.split(), "--steps", "3", "--width", "32"])
     for result in results:
         assert result["channels"] >= 1, "the messages did not use channels"
         assert result["loss_error"] < 1e-6 and result["gradient_error"] < 1e-5, result

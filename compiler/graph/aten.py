@@ -35,6 +35,8 @@ CUTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 PERMUTES = {aten.permute.default, aten.t.default, aten.transpose.int, aten.numpy_T.default}
 DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
 SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, *DIVISIONS)
+Scaling = tuple[object, int | float]
+"""(op, constant)."""
 PADS = (aten.constant_pad_nd.default, aten.pad.default)
 CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
 _UNTAGGED_MAPS = (aten.clone.default, aten.cat.default, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
@@ -187,13 +189,20 @@ def permutation(node: Node) -> list[int]:
     return dims
 
 
-def is_constant_scaling(node: Node) -> bool:
-    """Return whether `node` scales by a constant that may follow a sum: not one that gives infinities or NaNs."""
-    if node.target not in SCALINGS:
-        return False
+def constant_scaling(node: Node) -> Scaling | None:
+    """Return the scaling by a constant that `node` is: what commutes with gathers and sums, but rounds. None for other nodes.
+
+    None of these constants gives infinities or NaNs, which would change a sum that follows it. A tensor, of any size, may
+    differ between ranks. Division that rounds to integers is another op.
+    """
+    if node.target is aten.neg.default:
+        return aten.mul.Tensor, -1
+    if node.target not in SCALINGS or len(node.args) != 2 or node.kwargs:
+        return None
     constant = node.args[1]
-    divides = node.target in DIVISIONS
-    return isinstance(constant, int | float) and math.isfinite(constant) and not (divides and constant == 0)
+    if not isinstance(constant, int | float) or not math.isfinite(constant):
+        return None
+    return None if node.target in DIVISIONS and constant == 0 else (node.target, constant)
 
 
 def is_getitem(node: Node) -> bool:

@@ -25,11 +25,11 @@ from ub_overlap import _torch_compat as compat
 
 from ..cost.site_sizes import hints_of
 from ..cost.traffic import bytes_sent_in
-from ..graph.aten import PADS, Effect, aten, c10d, dtype_of, element_effect, is_constant_scaling, node_arg
+from ..graph.aten import PADS, Effect, aten, c10d, constant_scaling, dtype_of, element_effect, node_arg
 from ..graph.emitter import Emitter
 from ..graph.joint_graph import copy_region
 from ..graph.matmul import FLOATS
-from ..match.collectives import Collective, Op, find_collectives, read_collective
+from ..match.collectives import Collective, Op, find_collectives, read_again, read_collective
 from ..match.widening_cast import moved_tensors
 from .joint_decision import record_decision
 from .merge.limits import MergeLimits
@@ -62,41 +62,39 @@ class MeshDim:
 def scatter_first(graph: Graph) -> int:
     """Reorder all such pairs in place. Return how many. A pair that keeps its order has the reason in its record."""
     collectives = find_collectives(graph)
-    by_wait = {c.wait: c for c in collectives if c.op is Op.ALL_REDUCE and c.wait is not None}
-    if not by_wait:
+    if not any(c.op is Op.ALL_REDUCE for c in collectives):
         return 0
     limits = MergeLimits(graph)
     count = 0
-    for scatter in collectives:
-        if scatter.op is not Op.REDUCE_SCATTER or scatter.wait is None:
-            continue
-        pair = _find_pair(scatter, by_wait)
+    for scatter in (read_again(c) for c in collectives if c.op is Op.REDUCE_SCATTER):  # in place of an all_reduce, maybe
+        pair = _find_pair(scatter) if scatter.wait is not None else None
         if pair is None:
             continue
         if why := _why_not(pair, limits):
             record_decision(scatter.node, change_note=f"not moved in front of {pair.reduce.node.name}: {why}")
             continue
-        _reorder(graph, pair)
+        limits.position |= dict.fromkeys(_reorder(graph, pair), limits.position[scatter.node])
         count += 1
     return count
 
 
-def _find_pair(scatter: Collective, by_wait: dict[Node, Collective]) -> _Pair | None:
+def _find_pair(scatter: Collective) -> _Pair | None:
     """Return the all_reduce whose result `scatter` reads, through nodes that move, cast or scale elements."""
     todo, between, waits = {scatter.input}, set[Node](), set[Node]()
     while todo:
         node = todo.pop()
-        if node in by_wait:
+        if node.target is c10d.wait_tensor.default and node_arg(node).target is c10d.all_reduce.default:
             waits.add(node)
             continue
         between.add(node)
-        sources = [node_arg(node)] if is_constant_scaling(node) else moved_tensors(node)
+        sources = [node_arg(node)] if constant_scaling(node) else moved_tensors(node)
         if not sources:
             return None
         todo.update(n for n in sources if n not in between)
     if len(waits) != 1:
         return None
-    return _Pair(by_wait[waits.pop()], scatter, tuple(sorted(between)))
+    reduce = read_collective(node_arg(waits.pop()))
+    return _Pair(reduce, scatter, tuple(sorted(between))) if reduce.wait is not None else None
 
 
 def _why_not(pair: _Pair, limits: MergeLimits) -> str:
@@ -152,7 +150,8 @@ def mesh_signature() -> tuple[str, ...]:
     return tuple(sorted(f"{name}:{dim}" for name, dim in dims.items()))
 
 
-def _reorder(graph: Graph, pair: _Pair) -> None:
+def _reorder(graph: Graph, pair: _Pair) -> tuple[Node, Node]:
+    """Return the new reduce_scatter and all_reduce."""
     reduce, scatter = pair.reduce, pair.scatter
     assert reduce.wait is not None and scatter.wait is not None and reduce.group is not None and scatter.group is not None
     hints = hints_of(graph)
@@ -185,3 +184,4 @@ def _reorder(graph: Graph, pair: _Pair) -> None:
         change_note=note if sent is None else f"{note}: sends {sent} bytes instead of {traced}",
         saved_bytes=None if sent is None or traced is None else traced - sent,
     )
+    return scattered, reduced

@@ -5,6 +5,8 @@
     ... wait -> slice* -> cat(dim d) -> ...                                                   gather dim d, backward
     ... wait -> view [1, S, K] -> view [S, K] -> ...                                          gather dim 1 of a batch of 1
 
+A constant that scales the gathered tensor was moved to the shard (joint/scale_shards.py).
+
 The walk follows the gathered elements forward. Every matmul that reads them, as either operand and in either orientation,
 is a consumer. The op keeps the gathered tensor for all other readers.
 """

@@ -133,6 +133,12 @@ def read_collective(node: Node) -> Collective:
     )
 
 
+def read_again(c: Collective) -> Collective:
+    """Return the record of a collective as the graph is now: another may have become its input, or its wait, since `c` was
+    read. For passes that change a graph while they walk over it."""
+    return read_collective(c.node)
+
+
 def byte_dtype(c: Collective) -> torch.dtype:
     """Return the type in which a split collective sends: bytes, as which float8 is communicated, have no arithmetic and no cost
     of their own, so they are sent as float8."""

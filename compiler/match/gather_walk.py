@@ -16,6 +16,7 @@ from ..graph.aten import (
     ElementEffect,
     ShardBlocks,
     aten,
+    constant_scaling,
     dim_of,
     dtype_of,
     element_effect,
@@ -105,7 +106,7 @@ class GatherWalk:
                 return []
         moved = _pass_reader(alias, reader, effect)
         if moved is None:
-            self._keep(node, _explain_reader(reader, effect))
+            self._keep(node, _explain_reader(reader, effect, alias.dtype != self._gathered_dtype))
             return []
         self.aliases[reader] = moved
         return [reader]
@@ -197,8 +198,8 @@ def _pass_effect(alias: GatheredAlias, reader: Node, effect: Effect) -> Gathered
     return replace(alias, matrix=shape[::-1])
 
 
-def _explain_reader(reader: Node, effect: ElementEffect | None) -> Miss | None:
-    """Why a reader that ends the walk is no consumer; None if no matmul follows it."""
+def _explain_reader(reader: Node, effect: ElementEffect | None, is_cast: bool) -> Miss | None:
+    """Why a reader that ends the walk is no consumer; None if no matmul follows it. `is_cast`: it reads a cast."""
     if is_matmul(reader) and as_matmul(reader) is None:
         return Miss(Reason.LAYOUT, f"{reader.name} ({reader.target}) is not a single matmul: batched or scaled")
     if effect is not None or reader.target in (aten.permute.default, aten.expand.default):
@@ -208,6 +209,10 @@ def _explain_reader(reader: Node, effect: ElementEffect | None) -> Miss | None:
         return None
     if reader.target is aten.constant_pad_nd.default:
         return Miss(Reason.UNEVEN_SHARDS, f"{reader.name} pads or trims the gathered tensor")
+    if constant_scaling(reader) is not None:  # joint/scale_shards.py has left it here
+        if is_cast:
+            return Miss(Reason.CAST_IN_BETWEEN, f"{reader.name} scales after a cast, in whose type the shard would be sent")
+        return Miss(Reason.NON_LINEAR, f"{reader.name} scales for {matmul.name} what others read as it is gathered")
     return Miss(Reason.NON_LINEAR, f"{reader.name} stands between the gather and {matmul.name}")
 
 

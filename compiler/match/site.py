@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from ..graph.aten import DIVISIONS, ShardBlocks
+from ..graph.aten import DIVISIONS, Scaling, ShardBlocks
 from ..graph.matmul import Matmul, Operand, Scales
 from ..graph.sizes import Size
 from ..plan.reasons import Reason
@@ -19,11 +19,10 @@ from .norm import Norm
 from .permutes import Permute
 
 
-def scale_of(scalings: Sequence[tuple[object, object]]) -> float:
+def scale_of(scalings: Sequence[Scaling]) -> float:
     """Return the constant of all scalings together."""
     scale = 1.0
     for target, constant in scalings:
-        assert isinstance(constant, int | float)
         scale = scale / constant if target in DIVISIONS else scale * constant
     return scale
 
@@ -181,7 +180,7 @@ class Reduction:
     terms: tuple[Matmul, ...]
     addends: tuple[Addend, ...]
     """What this rank adds to the matmuls, before the reduction."""
-    scalings: tuple[tuple[object, object], ...]
+    scalings: tuple[Scaling, ...]
     """(op, constant) pairs that are applied to the result, in this order. None where their scale is 1."""
     inner: tuple[Node, ...]
     """Nodes of the sum between the terms and the root."""

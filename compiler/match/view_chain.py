@@ -10,12 +10,13 @@ from ..graph.aten import (
     PADS,
     Effect,
     ElementEffect,
+    Scaling,
     ShardBlocks,
     aten,
+    constant_scaling,
     dim_of,
     dtype_of,
     element_effect,
-    is_constant_scaling,
     match_regroup,
     node_arg,
     pieces_of,
@@ -37,7 +38,7 @@ class ViewChain:
     """The layout of the shards in the root."""
     matrix: tuple[Size, ...] = ()
     """(rows, cols) if the root is the transpose of what the collective reads, else ()."""
-    scalings: list[tuple[object, object]] = field(default_factory=list)
+    scalings: list[Scaling] = field(default_factory=list)
     """(op, constant) pairs, last applied first."""
     nodes: list[Node] = field(default_factory=list)
     permutes: list[Permute] = field(default_factory=list)
@@ -67,8 +68,8 @@ class ViewChain:
         if not self.matrix and (permute := permute_to_output(node, self.blocks)) is not None:
             self.blocks = permute.blocks_before
             self.permutes.append(permute)
-        elif is_constant_scaling(node):
-            self.scalings.append((node.target, node.args[1]))
+        elif scaling := constant_scaling(node):
+            self.scalings.append(scaling)
         else:
             return None
         self.nodes.append(node)

@@ -19,10 +19,11 @@ from ..graph.aten import (
     PADS,
     PERMUTES,
     Effect,
+    Scaling,
     aten,
+    constant_scaling,
     dtype_of,
     element_effect,
-    is_constant_scaling,
     is_getitem,
     node_arg,
     pieces_of,
@@ -43,7 +44,7 @@ class WideningCast:
     nodes: tuple[Node, ...]
     """The casts and the nodes behind them, in graph order. Nothing but the reduction reads their elements. Empty where the
     reduction's own input is to be rounded to `dtype` (select/reduce_dtype.py)."""
-    scalings: tuple[tuple[object, object], ...]
+    scalings: tuple[Scaling, ...]
     """(op, constant) pairs, first applied first."""
 
     @property
@@ -57,7 +58,7 @@ def find_widening_cast(tensor: Node, reduction: Node) -> WideningCast | None:
     if tensor_of(tensor) is None or dtype_of(tensor) != WIDE:
         return None
     todo, nodes = {tensor}, list[Node]()
-    narrow, scalings = set[torch.dtype](), list[tuple[object, object]]()
+    narrow, scalings = set[torch.dtype](), list[Scaling]()
     while todo:
         node = max(todo)  # the last in graph order
         todo.remove(node)
@@ -65,8 +66,8 @@ def find_widening_cast(tensor: Node, reduction: Node) -> WideningCast | None:
         effect = element_effect(node)
         if effect is not None and effect.kind is Effect.CAST:
             narrow.add(dtype_of(effect.source))
-        elif is_constant_scaling(node) and not todo and not narrow:  # all elements of `tensor` pass here
-            scalings.append((node.target, node.args[1]))
+        elif (scaling := constant_scaling(node)) and not todo and not narrow:  # all elements of `tensor` pass here
+            scalings.append(scaling)
             todo.add(node_arg(node))
         elif sources := moved_tensors(node):
             todo.update(sources)

@@ -19,9 +19,9 @@ from ..graph.aten import (
     CUTS,
     aten,
     c10d,
+    constant_scaling,
     dtype_of,
     element_effect,
-    is_constant_scaling,
     is_elementwise,
     is_mutable,
     node_arg,
@@ -232,7 +232,7 @@ def _passed(node: Node) -> list[Node]:
     effect = element_effect(node)
     if effect is not None:
         return [effect.source]
-    if is_constant_scaling(node) or node.target is aten.new_empty_strided.default:
+    if constant_scaling(node) or node.target is aten.new_empty_strided.default:
         return node.all_input_nodes
     accumulator = _accumulator(node)
     if accumulator is not None:

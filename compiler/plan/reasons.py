@@ -58,7 +58,7 @@ class Reason(str, Enum):
     SCALE_NOT_CONSTANT = "scale_not_constant"
     """The matmul's result is scaled by a tensor before the reduction; only a constant commutes on every rank."""
     NON_LINEAR = "non_linear"
-    """An op between collective and matmul does not commute with the collective."""
+    """An op between collective and matmul does not commute with the collective, or scales a part of what others read."""
     BROADCAST_SUM = "broadcast_sum"
     """A sum before the reduction broadcasts its matmul."""
     DEPENDENT_OPERAND = "dependent_operand"

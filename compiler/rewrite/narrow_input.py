@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ..graph.aten import PERMUTES, Effect, aten, element_effect, is_constant_scaling, is_getitem, permutation, shape_of
+from ..graph.aten import PERMUTES, Effect, aten, constant_scaling, element_effect, is_getitem, permutation, shape_of
 from ..graph.emitter import Emitter
 from ..match.widening_cast import WideningCast, moved_tensors
 
@@ -23,7 +23,7 @@ def _emit_one(e: Emitter, node: Node, narrow: dict[Node, Node]) -> Node:
     effect = element_effect(node)
     if effect is not None and effect.kind is Effect.CAST:
         return e.reshape(e.current(effect.source), shape_of(node))
-    if is_constant_scaling(node):
+    if constant_scaling(node):
         return narrow[node.all_input_nodes[0]]
     sources = [narrow[source] for source in moved_tensors(node)]
     if node.target in PERMUTES:

@@ -118,7 +118,9 @@ def train(flags: argparse.Namespace) -> int:
     for number in range(flags.steps):
         tokens, targets = (t.to(flags.device) for t in data.next())
         own = [t.chunk(flags.ranks, -1)[dist.get_rank()].contiguous() for t in (tokens, targets, positions)]
-        loss = run.step(own[0], own[1], own[2], flags.seq, is_shared=True)
+        # After two steps all is compiled: anything else is an error.
+        with torch.compiler.set_stance("fail_on_recompile" if number > 1 else "default"):
+            loss = run.step(own[0], own[1], own[2], flags.seq, is_shared=True)
         text = f"step {number}: loss {loss:.5f}"
         if flags.check:
             reference = plain.step(tokens, targets, positions, flags.seq, is_shared=False)

@@ -98,8 +98,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     with compat.dynamo_config.patch(capture_scalar_outputs=True):  # numbers of rows are part of the graph
         compiled = torch.compile(model, backend="ub_overlap", options=options, fullgraph=True)
         for step in range(args.steps):
-            loss = loss_of(compiled(tokens_of(group.rank(), step, args, device)), group.size())
-            loss.backward()
+            # After two steps all is compiled: anything else is an error.
+            with torch.compiler.set_stance("fail_on_recompile" if step > 1 else "default"):
+                loss = loss_of(compiled(tokens_of(group.rank(), step, args, device)), group.size())
+                loss.backward()
             sum_replicated(model, group)
             if step == 0 and args.check:
                 result["gradient_error"] = reference_errors(model, args, group, device)

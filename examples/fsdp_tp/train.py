@@ -220,7 +220,9 @@ def train(flags: argparse.Namespace) -> int:
     say(f"{shards} x {flags.tp} tensor-parallel ranks on {flags.device}, {flags.form}, options {flags.options}")
     worst = 0.0
     for number, batches in enumerate(steps_of(flags)):
-        losses = [run.compute_gradients(batches) for run in runs]
+        # After two steps all is compiled: anything else is an error.
+        with torch.compiler.set_stance("fail_on_recompile" if number > 1 else "default"):
+            losses = [run.compute_gradients(batches) for run in runs]
         if flags.check and number == 0:
             say(f"gradients of the first step: error {gradient_error(*(run.model for run in runs)):.1e}")
         for run in runs:

@@ -87,7 +87,9 @@ def run_rank(rank: int, flags: argparse.Namespace, rendezvous: str, results: Any
             for group in (g for trainer in trainers for g in trainer.optimizer.param_groups):
                 group["lr"] = settings.lr * rate(step, settings.steps)
             tokens, targets = (t.to(settings.device) for t in batches.next())
-            losses = [trainer.step(tokens, targets) for trainer in trainers]
+            # After two steps all is compiled: anything else is an error.
+            with torch.compiler.set_stance("fail_on_recompile" if step > 1 else "default"):
+                losses = [trainer.step(tokens, targets) for trainer in trainers]
             progress.update(f"loss: bf16 {losses[0]:.4f}  fp8 {losses[1]:.4f}")
         if rank == 0:
             casts = sum(bool(c.recipe) for plan in reports().plans for c in plan.casts)

@@ -8,6 +8,17 @@ from typing import Any
 from ub_overlap import _torch_compat
 
 
+def fake_input(value: Any) -> Any:
+    """Return an input of Dynamo's graph as a fake tensor of the current compilation; `value` itself outside of one."""
+    context = _torch_compat.TracingContext.try_get()
+    if context is None or context.fake_mode is None or _torch_compat.is_fake(value):
+        return value
+    symbols = context.tensor_to_context.get(value)
+    source = None if symbols is None else symbols.tensor_source
+    with context.fake_mode:  # DTensor caches no sharding of symbolic sizes then
+        return context.fake_mode.from_tensor(value, symbolic_context=symbols, source=source, trace=False)
+
+
 def dtensor_input(node: Any) -> int | None:
     """Return the index of the DTensor input of Dynamo's graph whose local tensor this placeholder is, else None.
 

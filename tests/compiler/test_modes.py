@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ub_overlap
 from tests.compiler.rank_compile import FORCE, build, since, world_name
+from tests.harness.later_steps import compiled_before
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import error, uncached
@@ -167,8 +168,9 @@ def training(rank: int, world: int) -> Answer:
     for run, module, into in ((eager, eager, losses[0]), (function, ours, losses[1])):
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
         for step in range(5):
-            loss = run(noise(8, 2, 64, seed=step)).square().mean()
-            loss.backward()
+            with compiled_before(step):
+                loss = run(noise(8, 2, 64, seed=step)).square().mean()
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             into.append(loss.detach())

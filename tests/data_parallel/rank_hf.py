@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import ub_overlap
+from tests.harness.later_steps import compiled_before
 
 STEPS, MICRO, BATCH, CLIP = 3, 2, 2, 0.5
 
@@ -29,15 +30,16 @@ def train(model: Any, replicas: range, world: int) -> list[float]:
     """Return the losses of steps of `MICRO` batches with clipped gradients. `replicas`: whose share of a batch it computes."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     losses = []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         for part in range(MICRO):
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(part == MICRO - 1)
             generator = torch.Generator().manual_seed(part)
             tokens = torch.randint(160, (world * BATCH, 16), generator=generator)
             own = torch.cat([tokens.chunk(world)[r] for r in replicas])
-            loss = model(input_ids=own, labels=own, use_cache=False).loss / MICRO
-            loss.backward()
+            with compiled_before(step):
+                loss = model(input_ids=own, labels=own, use_cache=False).loss / MICRO
+                loss.backward()
             losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()

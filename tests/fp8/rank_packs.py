@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import ub_overlap
 from tests.compiler.rank_compile import build
 from tests.fp8.rank_fp8 import E4M3, gathered, scattered
+from tests.harness.later_steps import compiled_before
 from tests.models.case import device
 from tests.models.compare import error, uncached, values
 from ub_overlap.compiler.plan.decision import Decision
@@ -103,14 +104,16 @@ def run_steps(rank: int, world: int, options: dict[str, Any], is_checkpointed: b
         for step in range(3):
             for microbatch in range(2):
                 x = torch.randn(M, K, generator=random).to(device(), torch.bfloat16).requires_grad_()
-                loss = run(x)
+                with compiled_before(step):
+                    loss = run(x)
                 if (step, microbatch) == (1, 0):
                     with torch.no_grad():
                         model.k.weight.neg_()
                         results["evaluation"] = run(x.detach())
                         model.k.weight.neg_()
                 else:
-                    loss.backward()
+                    with compiled_before(step):
+                        loss.backward()
                     results[f"input gradient {step}.{microbatch}"] = x.grad
                 results[f"loss {step}.{microbatch}"] = loss.detach()
             results |= {f"gradient {step} of {name}": p.grad.clone() for name, p in model.named_parameters()}

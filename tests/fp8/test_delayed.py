@@ -16,6 +16,7 @@ import ub_overlap
 from tests.compiler.rank_compile import since
 from tests.fp8.rank_fp8 import run_microbatches, run_unequal_ranks
 from tests.fp8.test_numerics import E4M3, E5M2, LEAST_SCALE, K, M, N, check, compiled, inputs, linear, quantized
+from tests.harness.later_steps import compiled_before
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.options import parse
@@ -227,11 +228,12 @@ def test_training(state: Fp8State, monkeypatch: pytest.MonkeyPatch) -> None:
         model = model.bfloat16()
         run = compiled(model, **options)
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), []
-        for _ in range(60):
+        for step in range(60):
             for _ in range(2):
                 x = torch.randn(32, 16)
-                value = (run(x.bfloat16()).float() - 10 * teacher(x).detach()).square().mean()
-                (value / 2).backward()
+                with compiled_before(step):
+                    value = (run(x.bfloat16()).float() - 10 * teacher(x).detach()).square().mean()
+                    (value / 2).backward()
                 losses.append(value.item())
             optimizer.step()
             optimizer.zero_grad()

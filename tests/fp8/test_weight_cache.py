@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import ub_overlap.runtime.ops  # noqa: F401  (registers the ops)
+from tests.harness.later_steps import compiled_before
 from tests.models.compare import uncached
 from ub_overlap.compiler.fp8.state.cached_weights import copy_returned_casts
 from ub_overlap.runtime.extension import extension
@@ -227,9 +228,10 @@ def train(module: Mlp, options: dict[str, Any], steps: int = 2, microbatches: in
             for m in range(microbatches):
                 x = noise(64, COLS, seed=10 * step + m).clamp(-4, 4)
                 x.requires_grad_()
-                with torch.autocast("cpu", BF16, enabled=autocast):
-                    y = run(x)
-                (y.float() ** 2).mean().backward()
+                with compiled_before(step):
+                    with torch.autocast("cpu", BF16, enabled=autocast):
+                        y = run(x)
+                    (y.float() ** 2).mean().backward()
                 outputs += [y.detach(), x.grad]
             optimizer.step()
             optimizer.zero_grad()

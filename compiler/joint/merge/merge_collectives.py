@@ -22,16 +22,15 @@ def merge_collectives(graph: Graph, growth: int | None = None) -> int:
 
     `growth`: bytes by which merging gathers and reductions may raise the memory peak; None for the limit of bulk sites.
     """
-    gathers, exchanges, reductions = _by_kind(graph)
+    gathers, exchanges, _ = _by_kind(graph)
     count = merge_exchanges(graph, [*gathers, *exchanges])
-    if count:
-        gathers, _, reductions = _by_kind(graph)
     limits = MergeLimits(graph, growth)
-    return count + merge_gathers(graph, gathers, limits) + merge_reductions(graph, reductions, limits)
+    count += merge_gathers(graph, _by_kind(graph)[0], limits)
+    return count + merge_reductions(graph, _by_kind(graph)[2], limits)
 
 
 def _by_kind(graph: Graph) -> tuple[list[Collective], list[Collective], list[Collective]]:
-    """Return the gathers, the exchanges and the reductions that have one wait and a known group."""
+    """Return the gathers, the exchanges and the reductions that have one wait and a known group, as the graph is now."""
     known = [c for c in find_collectives(graph) if c.op is not None and c.wait is not None and c.group is not None]
     gathers = [c for c in known if c.op is Op.ALL_GATHER]
     exchanges = [c for c in known if c.op is Op.ALL_TO_ALL]

@@ -37,7 +37,7 @@ from ...graph.aten import (
 )
 from ...graph.joint_graph import is_in_backward, needs_tangents, region_of
 from ...match.all_to_all import is_permute, split_args
-from ...match.collectives import Collective, Op
+from ...match.collectives import Collective, Op, read_again
 from ..joint_decision import joint_decision, record_decision
 
 
@@ -54,7 +54,7 @@ def merge_exchanges(graph: Graph, exchanges: Sequence[Collective]) -> int:
         first = values.first_equal(node)
         if node not in steps:
             continue
-        c = steps[node]
+        c = read_again(steps[node])  # what was merged before may be its input
         kept = next((k for k in earlier[first] if _may_replace(k, c, again) and not values.is_returned(k.node, c.node)), None)
         if kept is None:
             earlier[first].append(c)

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from ...graph.aten import Effect, dtype_of, element_effect, shape_of
 from ...graph.joint_graph import region_of
-from ...match.collectives import Collective
+from ...match.collectives import Collective, read_again
 from ..joint_decision import joint_decision, record_decision
 from .limits import MergeLimits
 
@@ -24,7 +24,7 @@ def merge_gathers(graph: Graph, gathers: Sequence[Collective], limits: MergeLimi
     """Merge `gathers` of equal tensors in place, as far as `limits` allow. Return how many were removed."""
     earlier: dict[tuple[object, ...], Collective] = {}
     count = 0
-    for c in gathers:
+    for c in map(read_again, gathers):  # what was merged before may be its input
         source, key = _source(c.input), _key(c)
         kept = earlier.setdefault(key, c)
         if kept is c:

@@ -24,7 +24,7 @@ from ...graph.emitter import Emitter
 from ...graph.joint_graph import copy_region
 from ...graph.matmul import is_matmul
 from ...graph.sizes import is_same, is_same_shape
-from ...match.collectives import Collective, Op, read_collective
+from ...match.collectives import Collective, Op, read_again, read_collective
 from ...match.view_chain import follow_regroup
 from ..joint_decision import joint_decision, record_decision
 from .limits import MergeLimits
@@ -86,7 +86,7 @@ def _find_sum(node: Node, by_wait: dict[Node | None, Collective]) -> tuple[Sum, 
         return None
     a, b = (_find_reduction(n, by_wait) for n in (found.first, found.second))
     assert a is not None and b is not None
-    return found, a, b
+    return found, read_again(a), read_again(b)  # a sum that was merged before may be their input
 
 
 def _find_reduction(node: object, by_wait: dict[Node | None, Collective]) -> Collective | None:
