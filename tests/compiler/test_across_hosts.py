@@ -19,6 +19,7 @@ from tests.compiler.rank_compile import build, plans_of
 from tests.compiler.test_split import SPLIT, ZERO3, automatic, calls, compare_name, hidden_matmuls
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 from tests.models.compare import compare, uncached
 from tests.runtime.rank_failures import attempt
 from tests.runtime.rank_sessions import reset
@@ -57,7 +58,7 @@ def compared(rank: int, world: int, variant: dict[str, Any], options: dict[str, 
     return found, {one.transport for site, one in site_stats().items() if site not in before}
 
 
-@pytest.mark.parametrize(("mixed", "budget"), [(False, None), (True, 0)])
+@pytest.mark.parametrize(("mixed", "budget"), [in_full((False, None)), (True, 0)])
 def test_zero3(hosts2: RankPool, mixed: bool, budget: float | None) -> None:
     """Outputs and gradients are those of the unfused graph. Every collective is split and runs over c10d."""
     options = {**SPLIT, "inner": "aot_eager", "memory_budget": budget}
@@ -101,7 +102,7 @@ def test_four_ranks_of_two_hosts(hosts4: RankPool) -> None:
 HIERARCHICAL: dict[str, Any] = {**SPLIT, "inner": "aot_eager", "hierarchical": "force"}
 
 
-@pytest.mark.parametrize(("mixed", "budget"), [(False, None), (True, 0)])
+@pytest.mark.parametrize(("mixed", "budget"), [in_full((False, None)), (True, 0)])
 def test_hierarchical_zero3(hosts4: RankPool, mixed: bool, budget: float | None) -> None:
     """Gathers run across hosts, then within; reduce_scatters within, then across. Forward and gradients stay as they are."""
     options = {**HIERARCHICAL, "memory_budget": budget}
@@ -222,6 +223,7 @@ def stays_away(rank: int, world: int, init_s: float) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.tier("full")
 def test_generated_code(hosts2: RankPool) -> None:
     """With Inductor the order is the plan's: starts in front of the matmuls that hide them."""
     (programs, _), other = hosts2.run(calls, SPLIT)

@@ -19,7 +19,7 @@ from tests.compiler.rank_compile import build
 from tests.cost.machine import PLAIN
 from tests.harness.profiles import stored, with_exchanges_as_pushes
 from tests.harness.ranks import RankPool
-from tests.harness.tiers import full_but
+from tests.harness.tiers import full_but, in_full
 from tests.models.compare import Comparison, error, uncached, values
 from tests.models.hf_moe import STRATEGIES
 from ub_overlap.compiler.cost import load
@@ -300,8 +300,8 @@ def test_auto_next_to_sharded_weights(pool2: RankPool, slow_profile: str) -> Non
     "variant",
     [
         {},
-        {"form": "loop", "routing": "one"},
-        {"routing": "one"},
+        in_full({"form": "loop", "routing": "one"}),
+        in_full({"routing": "one"}),
         {"shared": False, "tokens": (24, 0)},
         {"other": "fsdp"},
     ],
@@ -410,7 +410,7 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "routing"), full_but(BLOCKS[3:], BLOCKS))
+@pytest.mark.parametrize(("kind", "routing"), full_but(BLOCKS[4:], BLOCKS))
 def test_blocks_of_transformers(hf2: RankPool, kind: str, routing: str) -> None:
     """With experts on two ranks they compute what they do with all experts on one: also where one rank gets all tokens, and
     where one has none."""

@@ -26,9 +26,9 @@ def test_four_ranks(pool4: RankPool) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"inner": "aot_eager"},
+        in_full({"inner": "aot_eager"}),
         {"memory_budget": 0},
-        {"inner": "aot_eager", "verify": True, "memory_budget": 0},
+        in_full({"inner": "aot_eager", "verify": True, "memory_budget": 0}),
         {"inner": "aot_eager", "memory_budget": 0, "zero_copy": "auto"},
         in_full({"memory_budget": 0, "zero_copy": "auto"}),
         in_full({"memory_budget": 0, "zero_copy": "auto", "cpp_wrapper": True}),
@@ -43,7 +43,7 @@ def test_blocks(pool2: RankPool, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("ranks", [in_full(2), 3])
 @pytest.mark.parametrize(
     "options",
-    [{"inner": "aot_eager"}, in_full({"inner": "inductor"}), {"inner": "aot_eager", "memory_budget": 0}],
+    [{"inner": "aot_eager"}, in_full({"inner": "inductor"}), in_full({"inner": "aot_eager", "memory_budget": 0})],
     ids=["aot_eager", "inductor", "regather"],
 )
 def test_sharded_llama(pool2: RankPool, pool3: RankPool, ranks: int, options: dict[str, Any]) -> None:
@@ -55,6 +55,7 @@ def test_sharded_llama(pool2: RankPool, pool3: RankPool, ranks: int, options: di
         assert len(set(names)) == (3 if "memory_budget" in options else 2)
 
 
+@pytest.mark.tier("full")
 def test_hybrid_sharding(pool4: RankPool) -> None:
     """Groups of shards and of replicas have buckets of their own."""
     for outcome, names in pool4.run(run_model, {"mode": "hybrid_shard"}, {"inner": "aot_eager"}):

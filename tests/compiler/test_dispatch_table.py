@@ -195,7 +195,7 @@ def test_floor_and_forced_tables(fake2: FakeRanks) -> None:
         )
         assert table.at((1 << 15) - 1) == NONE
     forced = {"forward.0": "100=none;*=pipelined:chunks=4", "forward.1": "none|pipelined:stripes=2"}
-    (text,), _ = fake2.run(plan_dynamic, {**AUTO, "overrides": forced}, 64)
+    ((text,),) = fake2.run(plan_dynamic, {**AUTO, "overrides": forced}, 64)
     assert {d.id: str(d.strategy) for d in Plan.from_json(text).decisions} == forced
     again = fake2.run(plan_dynamic, {**AUTO, "overrides": json.loads(text)}, 64)[0][0]
     assert Plan.from_json(again).digest == Plan.from_json(text).digest
@@ -250,6 +250,7 @@ def tune(rank: int, world: int) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.tier("full")
 def test_tuning(pool2: RankPool) -> None:
     """Equal sites are timed once, all ranks pick the same strategy, and picks are stored on disk.
 

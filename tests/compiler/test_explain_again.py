@@ -134,6 +134,7 @@ def untouched(rank: int, world: int) -> dict[str, Any]:
     return {"reports": reports, "compiles": compiles, "kept": kept, "shapes": sorted(shapes)}
 
 
+@pytest.mark.tier("full")
 def test_limits_and_sizes(pool2: RankPool) -> None:
     """Explaining uses up no recompilation, keeps no compiled code, and does not make the user's sizes dynamic."""
     for found in pool2.run(untouched):

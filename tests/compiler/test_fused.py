@@ -9,6 +9,7 @@ import pytest
 from tests.compiler import rank_fused
 from tests.compiler.fused_forms import FORMS
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import INNER
 
 NORMS = {"rms": "RMSNorm", "layer": "LayerNorm"}
 
@@ -52,7 +53,7 @@ def test_sums_in_fp32_are_fused_where_all_is(pool2: RankPool) -> None:
         assert "one kernel with the residual and RMSNorm" in found["details"][0], found
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 def test_residuals_of_residuals(pool2: RankPool, inner: str) -> None:
     """Each sum is the residual of the next, and each norm but the first is part of an op."""
     for found in pool2.run(rank_fused.run_form, "two_layers", "one_shot", inner):

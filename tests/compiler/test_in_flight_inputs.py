@@ -20,6 +20,7 @@ from tests.compiler.rank_in_flight_inputs import gradients
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.later_steps import compiled_before
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 from ub_overlap import _torch_compat as compat
 
 Run = Callable[[Tensor], Tensor]
@@ -187,7 +188,7 @@ def test_inputs_are_not_changed(group: None) -> None:
         assert value.completed  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("inner", "local"), [("aot_eager", True), ("aot_eager", False), ("inductor", True)])
+@pytest.mark.parametrize(("inner", "local"), [("aot_eager", True), in_full(("aot_eager", False)), in_full(("inductor", True))])
 def test_blocks_after_a_sharded_embedding(pool4: RankPool, inner: str, local: bool) -> None:
     """local=False: DTensors whose local tensor is in flight."""
     for worst, norm, was_in_flight, strategies in pool4.run(gradients, inner, local):

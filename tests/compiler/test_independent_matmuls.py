@@ -18,6 +18,7 @@ from torch.fx import Graph
 from tests.compiler.dags import Dag, aten, c10d
 from tests.compiler.rank_compile import decisions_of, world_name
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 from tests.models.compare import Comparison, compare, uncached
 from ub_overlap.compiler.cost import SiteShape, load
 from ub_overlap.compiler.cost import choose as chosen
@@ -373,7 +374,7 @@ def filled(outcome: Comparison) -> list[str]:
 
 @pytest.mark.parametrize(
     ("variant", "options"),
-    [({}, {}), ({"bias": True, "batch": 1}, {"verify": True}), ({"batch": 1}, {"pack": "force"})],
+    [({}, {}), in_full(({"bias": True, "batch": 1}, {"verify": True})), in_full(({"batch": 1}, {"pack": "force"}))],
     ids=["plain", "verify", "packed"],
 )
 def test_results(pool2: RankPool, slow_link: str, variant: dict[str, Any], options: dict[str, Any]) -> None:

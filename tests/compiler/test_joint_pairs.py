@@ -218,6 +218,7 @@ def test_pairs(first: Part) -> None:
         check(module, (joint_pass,), expected)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.tier("test")
 def test_triples() -> None:
     choices = random.Random(0)

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.expert_parallel.model import SIZES, ExpertLayer, make_routes
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 from ub_overlap.compiler.joint.sorted_rows import gather_sorted_rows
 from ub_overlap.compiler.passes import JointPass
 
@@ -286,7 +287,7 @@ def run_layer(rank: int, world: int, routing: str, inner: str) -> dict[str, Any]
 
 @pytest.mark.parametrize(
     ("inner", "routing"),
-    [("aot_eager", "balanced"), ("aot_eager", "skewed"), ("aot_eager", "one expert"), ("inductor", "skewed")],
+    [in_full(("aot_eager", "balanced")), ("aot_eager", "skewed"), ("aot_eager", "one expert"), in_full(("inductor", "skewed"))],
 )
 def test_layers_with_experts(pool2: RankPool, inner: str, routing: str) -> None:
     """Forward has two scatters, backward two: of sorted rows and of sums over a token's experts. Results stay as they are."""

@@ -62,6 +62,7 @@ def test_attention_hides_the_exchanges_of_all_layers(pool2: RankPool, options: d
         assert of_layer(backward, layer, 2) == BACKWARD
 
 
+@pytest.mark.tier("full")
 def test_the_order_is_held_behind_fusion(pool2: RankPool, options: dict[str, Any]) -> None:
     """Without it the last layer of backward exposes both exchanges: the test above can fail."""
     _, backward = pool2.run(calls, {**options, "inner": "inductor"}, False)[0]

@@ -13,6 +13,7 @@ from tests.context_parallel.rank_programs import (
     compare_with_tensor_parallelism,
 )
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.strategy import Mode
 
@@ -35,13 +36,14 @@ RING = ({"all_gather split": 2, "all_gather merged": 2}, {"all_to_all split": 4}
 """The sites of two layers in forward and backward."""
 
 
-@pytest.mark.parametrize("load_balance", [True, False])
+@pytest.mark.parametrize("load_balance", [True, in_full(False)])
 def test_a_ring_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, Any], load_balance: bool) -> None:
     """Two ranks share a sequence, two the heads. The ranks' graphs differ, their plans agree."""
     results = pool4.run(compare_with_tensor_parallelism, "ring", options, load_balance, True)
     check(results, *({**TENSOR_PARALLEL, **exchange} for exchange in RING))
 
 
+@pytest.mark.tier("full")
 def test_gathers_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, Any]) -> None:
     """In backward the weight gradients of tensor parallelism hide the exchange too, as independent matmuls of a bulk site."""
     results = pool4.run(compare_with_tensor_parallelism, "gathered", options, False, False)
@@ -63,14 +65,14 @@ def test_heads_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, An
     assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
 
 
-@pytest.mark.parametrize("load_balance", [True, False])
+@pytest.mark.parametrize("load_balance", [True, in_full(False)])
 def test_flex_attention(pool2: RankPool, options: dict[str, Any], load_balance: bool) -> None:
     """torch's op is replaced; gathers of keys and values, and reduce_scatters of their gradients, are split."""
     results = pool2.run(compare_flex_attention, options, load_balance)
     check(results, {"all_gather split": 2}, {"reduce_scatter split": 2})
 
 
-@pytest.mark.parametrize("load_balance", [True, False])
+@pytest.mark.parametrize("load_balance", [True, in_full(False)])
 def test_torchtitan(pool2: RankPool, options: dict[str, Any], load_balance: bool) -> None:
     results = pool2.run(compare_torchtitan, options, load_balance, 1)
     check(results, *RING)

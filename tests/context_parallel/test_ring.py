@@ -11,6 +11,7 @@ from tests.context_parallel import rank_own_ring
 from tests.context_parallel.rank_attention import compare_forms
 from tests.context_parallel.test_gathered import strategies
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but, in_full
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.strategy import Mode
 
@@ -23,7 +24,7 @@ def counts(plans: list[Plan]) -> list[dict[str, int]]:
 CAUSAL, BALANCED = (True, False), (True, True)
 
 
-@pytest.mark.parametrize(("causal", "load_balance"), [CAUSAL, BALANCED, (False, False)])
+@pytest.mark.parametrize(("causal", "load_balance"), full_but([BALANCED], [CAUSAL, BALANCED, (False, False)]))
 def test_a_ring_that_gathers(pool2: RankPool, options: dict[str, Any], causal: bool, load_balance: bool) -> None:
     """Keys and values are gathered once. They arrive while the attention to the own positions runs, and backward reads them."""
     results = pool2.run(compare_forms, "sdpa", options, "allgather", load_balance, causal)
@@ -45,6 +46,7 @@ def test_a_ring_that_rotates(pool2: RankPool, options: dict[str, Any], causal: b
     assert [plan.digest for plan in results[0][1]] == [plan.digest for plan in results[1][1]]
 
 
+@pytest.mark.tier("full")
 def test_four_ranks_that_gather(pool4: RankPool, options: dict[str, Any]) -> None:
     """Without load balance the ranks compute 1 to 4 steps of the ring, by one plan. A gradient travels through them all."""
     results = pool4.run(compare_forms, "sdpa", options, "allgather", False, True)
@@ -57,7 +59,9 @@ def test_four_ranks_that_gather(pool4: RankPool, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("load_balance", "checkpointed"), [(False, False), (True, False), (True, True)], ids=["causal", "balanced", "checkpointed"]
+    ("load_balance", "checkpointed"),
+    [in_full((False, False)), (True, False), in_full((True, True))],
+    ids=["causal", "balanced", "checkpointed"],
 )
 def test_four_ranks_that_rotate(pool4: RankPool, options: dict[str, Any], load_balance: bool, checkpointed: bool) -> None:
     """Backward of a layer reads what the 3 exchanges of forward received, and sends 4 gradients.

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.session import bind as binding
+from ub_overlap.runtime.session import transport
 from ub_overlap.runtime.session.session import Session
 
 
@@ -46,12 +47,21 @@ class FakeRanks:
         before = settings.current()
         settings.keep(replace(before, **self._chosen))
         try:
-            with mock.patch.object(compat, "is_fake_group", return_value=False), mock.patch.multiple(binding, **_ALONE):
+            with mock.patch.object(transport, "unsupported_reason", _served), mock.patch.multiple(binding, **_ALONE):
                 yield
         finally:
             settings.keep(before)
             torch.compiler.reset()
             dist.destroy_process_group()
+
+
+_unsupported_reason = transport.unsupported_reason
+
+
+def _served(device: str, group: str, ranks: int) -> str | None:
+    """Return why a group cannot be served, as if its ranks existed."""
+    with mock.patch.object(compat, "is_fake_group", return_value=False):
+        return _unsupported_reason(device, group, ranks)
 
 
 def _bind_alone(exchange: mock.Mock, _device: str, _slot_bytes: int) -> Session:
