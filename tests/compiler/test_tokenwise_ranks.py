@@ -35,6 +35,7 @@ def test_the_example_with_dynamic_sizes(pool2: RankPool) -> None:
         assert len(found.exchanges) <= 3  # forward, backward, and forward without gradients
 
 
+@pytest.mark.tier("full")
 def test_the_example_stays_whole(pool2: RankPool) -> None:
     """It is small. Both ranks predict the same."""
     options = {"inner": "aot_eager", "profile": "h200", "min_bytes": 0}
@@ -101,6 +102,7 @@ def test_hosts_decide(pool2: RankPool) -> None:
     assert whole_across > whole
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(
     ("kind", "tokens", "dim"), [("mixtral", (1, 13), 1), ("qwen3_moe", (2, 6), 0), ("deepseek_v3", (3, 5), 0)]
 )

@@ -54,6 +54,7 @@ def test_gathers_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, 
     assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
 
 
+@pytest.mark.tier("full")
 def test_heads_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, Any]) -> None:
     """Ulysses exchanges the heads that tensor parallelism leaves to a rank."""
     results = pool4.run(compare_with_tensor_parallelism, "ulysses", options, False, True)
@@ -72,12 +73,14 @@ def test_flex_attention(pool2: RankPool, options: dict[str, Any], load_balance: 
     check(results, {"all_gather split": 2}, {"reduce_scatter split": 2})
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("load_balance", [True, in_full(False)])
 def test_torchtitan(pool2: RankPool, options: dict[str, Any], load_balance: bool) -> None:
     results = pool2.run(compare_torchtitan, options, load_balance, 1)
     check(results, *RING)
 
 
+@pytest.mark.tier("full")
 def test_torchtitan_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, Any]) -> None:
     """All its sites are overlapped: those of the embedding and the head are split, or hidden behind other matmuls."""
     results = pool4.run(compare_torchtitan, options, True, 2)

@@ -79,7 +79,7 @@ def test_four_ranks_that_rotate(pool4: RankPool, options: dict[str, Any], load_b
     assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
 
 
-@pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
+@pytest.mark.parametrize("rotation", [in_full("allgather"), "alltoall"])
 def test_grouped_heads(pool4: RankPool, options: dict[str, Any], rotation: str) -> None:
     """Each key and value is repeated for 2 query heads. All messages are half as large, with one plan on all ranks.
 

@@ -27,6 +27,7 @@ def test_sharded_weights(pool2: RankPool, inner: str) -> None:
     check(pool2.run(ranks.sharded_weights, 1024, inner), "split", "pipelined")
 
 
+@pytest.mark.tier("full")
 def test_sharded_weights_and_tensor_parallel(pool4: RankPool) -> None:
     check(pool4.run(ranks.sharded_weights_and_tensor_parallel, 16, timeout=300), "pipelined")
 

@@ -179,6 +179,7 @@ def test_torchao_gathers_float8(pool2: RankPool, variant: dict[str, Any]) -> Non
         assert max(errors.values()) < 0.02  # a bf16 rounding of a sum over ranks
 
 
+@pytest.mark.tier("full")
 def test_torchao_gathers_16_bits(pool2: RankPool) -> None:
     """Casts move before the gathers with bitwise equal results, and the gathers are sites."""
     pytest.importorskip("torchao")

@@ -14,6 +14,8 @@ import pytest
 from tests.fp8.linear_fuzz import fuzz
 from tests.harness.ranks import RankPool
 
+pytestmark = pytest.mark.tier("full")
+
 COMPILED = [1, 4, 13, 26]
 """Seeds that run with kernels. 1: two stores of one sum; the others: a kept gather that a weight gradient reads."""
 LOWERED = 10
