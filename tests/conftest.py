@@ -30,7 +30,6 @@ import tests.harness.shared_memory  # noqa: F401  (tags the segments of this pro
 from tests.harness import tier_hooks
 from tests.harness.fixtures import (  # noqa: F401  (fixtures, found by name)
     fake2,
-    fake3,
     fake4,
     hf2,
     hf4,

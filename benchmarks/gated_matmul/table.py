@@ -78,13 +78,17 @@ def _alone(row: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def _bounds(us: dict[str, float]) -> dict[str, float]:
+    """Return the columns of the whole matmul, the transfer, and the longer of both, which bounds every form."""
+    return {"G us": us["whole"], "transfer us": us["transfer"], "M us": max(us["whole"], us["transfer"])}
+
+
 def _departures(row: dict[str, Any]) -> dict[str, float]:
     us = row["us"]
-    ideal = max(us["whole"], us["transfer"])
+    bounds = _bounds(us)
+    ideal = bounds["M us"]
     return {
-        "G us": us["whole"],
-        "transfer us": us["transfer"],
-        "M us": ideal,
+        **bounds,
         "P/M": us["pieces"] / ideal,
         "S/M": min(value for name, value in us.items() if name.startswith("counted ") and "alone" not in name) / ideal,
         "alone/G": best(us, "counted alone") / us["whole"],
@@ -94,11 +98,10 @@ def _departures(row: dict[str, Any]) -> dict[str, float]:
 
 def _arrivals(row: dict[str, Any]) -> dict[str, float]:
     us = row["us"]
-    ideal = max(us["whole"], us["transfer"])
+    bounds = _bounds(us)
+    ideal = bounds["M us"]
     return {
-        "G us": us["whole"],
-        "transfer us": us["transfer"],
-        "M us": ideal,
+        **bounds,
         "P/M": min(us["pieces 1"], us["pieces 2"]) / ideal,
         "P srch/M": best(us, "pieces 1, searched") / ideal,
         "P cut/M": us["pieces 1, last cut"] / ideal,

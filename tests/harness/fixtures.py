@@ -17,11 +17,6 @@ def fake2() -> FakeRanks:
 
 
 @pytest.fixture
-def fake3() -> FakeRanks:
-    return FakeRanks(3)
-
-
-@pytest.fixture
 def fake4() -> FakeRanks:
     return FakeRanks(4)
 
