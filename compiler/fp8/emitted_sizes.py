@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch.fx import Node
 
-from ..graph.emitter import find_size_source
+from ..graph.size_sources import SizeSources
 from ..graph.sizes import Size
 
 
@@ -22,4 +22,5 @@ def sizes_to_emit(shape: Sequence[Size], joined: bool = False) -> Iterator[Size]
 
 def find_unknown_size(inputs: Sequence[Node], sizes: Iterable[Size]) -> Size | None:
     """Return the first of `sizes` that cannot be computed from `inputs`, or None."""
-    return next((size for size in sizes if find_size_source(inputs, size) is None), None)
+    sources = SizeSources(inputs)
+    return next((size for size in sizes if sources.find(size) is None), None)

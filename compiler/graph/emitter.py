@@ -7,7 +7,6 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Graph, Node
 
@@ -16,17 +15,14 @@ from ub_overlap import _torch_compat as compat
 from .aten import aten, shape_of
 from .joint_graph import AUTOGRAD_BACKWARD, CHECKPOINT_KEYS
 from .matmul import Operand
-from .sizes import Size, as_sizes, is_same, is_same_shape, numel
+from .size_sources import SizeSource, SizeSources
+from .sizes import Size, is_same_shape, numel
 
 SITE = "ub_overlap_site"
 """Key of node.meta: "<plan digest>/<site id>" of the site that the node belongs to."""
 _COPIED_META = (
     "stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "original_aten", "custom", "seq_nr", AUTOGRAD_BACKWARD,
 )  # fmt: skip
-
-
-SizeSource = Any
-"""int, Node, or a tuple of a target and its parts (see `find_size_source`)."""
 
 
 class SizeUnknown(Exception):
@@ -45,7 +41,7 @@ class Emitter:
     ) -> None:
         """`inputs`: the inputs of `graph` that sizes may be read from; None for all."""
         self.graph = graph
-        self._inputs = graph.find_nodes(op="placeholder") if inputs is None else inputs
+        self._sizes = SizeSources(graph.find_nodes(op="placeholder") if inputs is None else inputs)
         self._replaced = replaced
         self._meta = {k: origin.meta[k] for k in _COPIED_META if k in origin.meta} | ({SITE: site} if site else {})
         if compat.is_computed_again(origin.meta.get("recompute")):  # the replacement is in its checkpoint region too
@@ -153,7 +149,7 @@ class Emitter:
 
         It is computed from the graph's inputs, never from a site's operands, so no cycle can occur.
         """
-        source = find_size_source(self._inputs, expr)
+        source = self._sizes.find(expr)
         if source is None:
             raise SizeUnknown(str(expr))
         return self._emit_size(source)
@@ -161,37 +157,7 @@ class Emitter:
     def _emit_size(self, source: SizeSource) -> int | Node:
         if not isinstance(source, tuple):
             return source
-        target, *parts = source
+        target, first, second = source
         if target is aten.sym_size.int:
-            return self.call(target, *parts)
-        total = self._emit_size(parts[0])
-        for part in parts[1:]:
-            total = self.call(target, total, self._emit_size(part))
-        return total
-
-
-def find_size_source(inputs: Sequence[Node], expr: Size) -> SizeSource | None:
-    """Return how `expr` is computed from `inputs` of a graph, or None.
-
-    A number, an input, (aten.sym_size.int, input, dim), or (mul or add, parts).
-    """
-    if isinstance(expr, int):
-        return expr
-    if expr.is_Integer:
-        return int(expr)
-    tensors = []
-    for node in inputs:
-        val = node.meta.get("val")
-        if isinstance(val, torch.SymInt) and is_same(as_sizes([val])[0], expr):
-            return node
-        if isinstance(val, torch.Tensor):
-            tensors.append(node)
-    for node in tensors:
-        for dim, size in enumerate(shape_of(node)):
-            if not isinstance(size, int) and is_same(size, expr):
-                return aten.sym_size.int, node, dim
-    if isinstance(expr, sympy.Mul | sympy.Add):
-        parts = [find_size_source(inputs, a) for a in expr.args]
-        if None not in parts:
-            return operator.mul if isinstance(expr, sympy.Mul) else operator.add, *parts
-    return None
+            return self.call(target, first, second)
+        return self.call(target, self._emit_size(first), self._emit_size(second))

@@ -38,10 +38,12 @@ def symbolic_sizes(values: Iterable[Any]) -> Iterator[torch.SymInt]:
 
 
 def size_symbols(graph: Graph) -> Iterator[tuple[sympy.Symbol, torch.SymInt]]:
-    """Yield each input, and each size of an input, that is a plain symbol."""
+    """Yield each symbol in the inputs of a graph and in their sizes, once, with its value."""
+    seen: set[sympy.Symbol] = set()
     for x in symbolic_sizes(node.meta.get("val") for node in graph.find_nodes(op="placeholder")):
-        if isinstance(symbol := as_size(x), sympy.Symbol):
-            yield symbol, x
+        for symbol in sorted(x.node.expr.free_symbols - seen, key=str):
+            seen.add(symbol)
+            yield symbol, compat.symint_of(symbol, x)
 
 
 def is_positive(x: int | torch.SymInt) -> bool:

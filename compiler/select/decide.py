@@ -12,7 +12,7 @@ from ub_overlap.runtime.site_id import SiteId
 from ..cost.policy import Policy
 from ..graph.graph_inputs import NO_NEIGHBORS, Neighbors
 from ..graph.joint_graph import is_in_backward
-from ..graph.sizes import size_symbols
+from ..graph.size_sources import SizeSources
 from ..joint.joint_decision import joint_decision
 from ..match import Candidate, Miss, find_candidates
 from ..match.fusion_order import FusionOrder
@@ -71,8 +71,8 @@ def decide(
     names = [f"{phase}.{number}" for number in range(len(candidates))]
     overrides = find_overrides(candidates, options, phase)
     order, costs = FusionOrder(graph), SiteCosts.of(graph, Policy.of(options), neighbors)
-    known = frozenset(symbol for symbol, _ in size_symbols(graph))
-    finder = AlternativeFinder(costs, order, lambda site: unknown_size(site, known))
+    sources = SizeSources(graph.find_nodes(op="placeholder"))
+    finder = AlternativeFinder(costs, order, lambda site: unknown_size(site, sources))
     found: list[Alternatives] = []
     for name, candidate in zip(names, candidates, strict=True):
         override = overrides.get(name)

@@ -102,9 +102,10 @@ def _buckets(
     for value in _values(*ranges[main]):
         known = {**hints, main: value}
         at = evaluate_size(rows, known)
-        if at is None or (sizes_at and at <= sizes_at[-1][0]):
+        if at is None or (sizes_at and at < sizes_at[-1][0]):
             return None  # rows that do not grow with the symbol
-        sizes_at.append((at, known))
+        if not sizes_at or at > sizes_at[-1][0]:  # s // 8 stays at 0 for a while
+            sizes_at.append((at, known))
     inside = [at for at in sizes_at if settings.least_rows <= at[0] <= MOST_ROWS] or sizes_at[-1:]
     shapes = [shape for _, known in inside if (shape := shape_at(sizes, known)) is not None]
     if len(shapes) < len(inside):

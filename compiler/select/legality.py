@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import sympy
 from torch.fx import Node
 
 from ..cost.wire import SEGMENT
 from ..graph.aten import shape_of, tensor_of
+from ..graph.size_sources import SizeSources
 from ..graph.sizes import Size
 from ..match import Candidate, Fused, Gather, Miss, Reduction, Site
 from ..match.collectives import Op
@@ -130,15 +130,10 @@ def can_send_float8(site: Site) -> bool:
     return isinstance(site.cols, int) and site.cols % SEGMENT == 0
 
 
-def unknown_size(site: Site, known: frozenset[sympy.Symbol]) -> Miss | None:
-    """Return the miss of a site that needs a size which cannot be computed from the graph's inputs."""
+def unknown_size(site: Site, sources: SizeSources) -> Miss | None:
+    """Return the miss of a site that needs a size which `sources`, the graph's inputs, do not determine."""
     needed: list[Size] = [site.blocks.outer, site.rows, site.cols] if isinstance(site, Gather | Reduction) else []
     needed += [s for p in site.matmuls for o in (p.lhs, p.rhs) for s in o.shape]
     needed += [s for n in site.members if tensor_of(n) is not None for s in shape_of(n)]
-    for s in dict.fromkeys(needed):
-        if isinstance(s, int):
-            continue
-        atoms = [a for a in sympy.preorder_traversal(s) if not isinstance(a, sympy.Mul | sympy.Add)]
-        if not all(a in known or (a.is_Integer and a.is_positive) for a in atoms):
-            return Miss(Reason.DYNAMIC_SHAPE, f"size {s} cannot be computed from the graph's inputs")
-    return None
+    unknown = next((s for s in dict.fromkeys(needed) if sources.find(s) is None), None)
+    return None if unknown is None else Miss(Reason.DYNAMIC_SHAPE, f"size {unknown} cannot be computed from the graph's inputs")

@@ -19,6 +19,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "FakeStore": ("torch.testing._internal.distributed.fake_pg:FakeStore",),
     "FakeTensorMode": ("torch._subclasses.fake_tensor:FakeTensorMode",),
     "ShapeEnv": ("torch.fx.experimental.symbolic_shapes:ShapeEnv",),
+    "size_functions": ("torch.utils._sympy.functions",),
     "aot_function": ("torch._functorch.aot_autograd:aot_function",),
     "decompositions": ("torch._inductor.decomposition:select_decomp_table",),
     "reparametrize_module": ("torch.nn.utils.stateless:_reparametrize_module",),
@@ -141,6 +142,11 @@ def range_of(size: Any) -> tuple[int, int | None]:
     bounds = size.node.shape_env.bound_sympy(size.node.expr)
     least = int(bounds.lower) if bounds.lower.is_Integer else 0
     return least, int(bounds.upper) if bounds.upper.is_Integer else None
+
+
+def symint_of(expression: Any, like: Any) -> Any:
+    """Return the SymInt of an expression of sizes whose symbols are those of the SymInt `like`."""
+    return like if like.node.expr == expression else like.node.shape_env.create_symintnode(expression, hint=None)
 
 
 def hint_of(size: Any) -> int | None:

@@ -102,30 +102,32 @@ def test_linear_after_linear() -> None:
     assert [key.rpartition("/")[2] for key in fp8_state("linear after linear").state_dict()] == ["x", "x", "dy", "dy"]
 
 
-class Half(nn.Module):
-    """A size that no input has, and two symbolic ones in between."""
+class Selected(nn.Module):
+    """A linear of some rows of each batch, of as many as `count` says."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.linear = nn.Linear(64, 48).bfloat16()
+        self.linear, self.count = nn.Linear(64, 48).bfloat16(), count
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(torch.relu(x[:, : x.shape[1] // 2])[None])
+        return self.linear(torch.relu(x[:, : self.count(x)])[None])
 
 
 @pytest.mark.skipif(not ROWS, reason="no scales of rows on this torch's CPU")
-def test_sizes_that_no_input_has() -> None:
-    """Per-row scales would need them: the linear stays in high precision, with the reason."""
+@pytest.mark.parametrize("is_known", [True, False])
+def test_sizes_that_no_input_has(is_known: bool) -> None:
+    """Half of an input's rows are computed; rows that data decides are not, and the linear stays in high precision."""
     torch._dynamo.reset()
     mark = HISTORY.mark()
     options = {"fp8": {"recipe": "rowwise"}, "inner": "aot_eager"}
-    x, module = torch.randn(3, 32, 64, dtype=BF16), Half()
-    with uncached():
+    x = torch.randn(3, 32, 64, dtype=BF16)
+    module = Selected((lambda x: x.shape[1] // 2) if is_known else (lambda x: (x[0, :, 0] > 0).sum().item()))
+    with uncached(), torch._dynamo.config.patch(capture_scalar_outputs=True):
         y = torch.compile(module, backend="ub_overlap", dynamic=True, options=options)(x)
         y.sum().backward()
-    assert torch.equal(y, module(x))
+    assert torch.equal(y, module(x)) != is_known
     casts = [c for p in HISTORY.since(mark) for c in p.casts]
-    assert Reason.DYNAMIC_SHAPE in [c.reason for c in casts if c.role == "forward"]
+    assert (Reason.DYNAMIC_SHAPE in [c.reason for c in casts if c.role == "forward"]) != is_known
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
