@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.harness.ranks import forget_meshes
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.session import bind as binding
@@ -42,6 +43,7 @@ class FakeRanks:
         """Make the default group of this process a fake one of `world` ranks."""
         dist.init_process_group("fake", store=compat.FakeStore(), rank=0, world_size=self.world)
         torch.compiler.reset()
+        forget_meshes()
         torch.manual_seed(0)
         random.seed(0)
         before = settings.current()

@@ -121,6 +121,17 @@ def _restore_settings(before: Any) -> None:
         module.apply()
 
 
+def forget_meshes() -> None:
+    """Empty DTensor's caches: they would give the meshes of earlier jobs to later ones, whose own are equal, but not the same.
+
+    AOTAutograd tells meshes apart by identity, and may then take that of a result for that of a tangent.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
+
+
 def _run_job(job: _Job, rank: int, world: int) -> Any:
     import torch
 
@@ -130,6 +141,7 @@ def _run_job(job: _Job, rank: int, world: int) -> Any:
     os.environ.update(job.env)
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+    forget_meshes()
     torch.manual_seed(0)
     random.seed(0)
     try:
