@@ -45,7 +45,7 @@ def printed(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     return capsys.readouterr().out
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("full")
 def test_ops_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three ranks take part. Columns that need CUDA are omitted with that reason; all others have times."""
     path = tmp_path / "ops.json"

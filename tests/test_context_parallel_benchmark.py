@@ -54,6 +54,7 @@ def measure_causal(rank: int, world: int, arguments: list[str]) -> dict[str, Any
     return run.document
 
 
+@pytest.mark.tier("full")
 def test_causal_masks(pool2: RankPool) -> None:
     """Gathered keys and values and the ring compute the same on balanced positions; Ulysses has positions of its own."""
     split = 'split={"overlap": "off", "overrides": [{"strategy": "split"}]}'

@@ -88,6 +88,7 @@ def measure_with_tensor_parallelism(rank: int, world: int, options: list[str]) -
     return run.document
 
 
+@pytest.mark.tier("full")
 def test_with_tensor_parallelism(pool4: RankPool) -> None:
     """Each of both kinds of parallelism is overlapped alone: 8 collectives of activations, 20 of weights."""
     strategies = {"none": "none", "auto": "split"}
@@ -119,6 +120,7 @@ def measure_with_replicas(rank: int, world: int) -> tuple[dict[str, Any], list[i
     return run.document, [sum(bool(d.reordered) for d in plan.decisions) for plan in HISTORY.since(mark)]
 
 
+@pytest.mark.tier("full")
 def test_with_replicas(pool4: RankPool) -> None:
     """All gradients are summed over the replicas: 9 weights, an all_reduce each."""
     document, moved = pool4.run(measure_with_replicas)[0]
@@ -211,6 +213,7 @@ def compile_grouped_heads(rank: int, world: int, count: bool) -> tuple[str, floa
         return "", max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.tier("full")
 def test_overlap_scheduling_counts_grouped_heads(pool2: RankPool) -> None:
     """torch 2.11 refuses to count them, so that overlap scheduling fails."""
     for error, _ in pool2.run(compile_grouped_heads, False):

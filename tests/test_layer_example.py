@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tests.gpu.launch import launch, torchrun
 from tests.harness.programs import run_program
 from tests.harness.ranks import PATIENCE_S, RankPool
+from tests.harness.tiers import full_but
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.reasons import Reason
 
@@ -64,7 +65,7 @@ def check(code: int | None, output: str, expected: tuple[int, int]) -> None:
     assert float(with_overlap[-1]) < float(with_overlap[0])
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("full")
 def test_one_replica_and_the_same_seed() -> None:
     """A run without overlap has the losses of the comparison run on 2 ranks: dropout and data are the same."""
     code, output = run(2, SMALL)
@@ -278,7 +279,8 @@ def ddp_of(rank: int, world: int, order: str, mode: Any) -> tuple[list[Tensor], 
     ]
 
 
-@pytest.mark.parametrize("order", ["outside", "inside"])
+@pytest.mark.tier("full")
+@pytest.mark.parametrize("order", full_but(["outside"], ["outside", "inside"]))
 def test_ddp_keeps_sites_or_gives_reasons(order: str, pool4: RankPool) -> None:
     """Unsplit graphs keep all 8 sites, and split graphs have equal gradients.
 

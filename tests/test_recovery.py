@@ -48,6 +48,7 @@ def check(output: str, ranks: int) -> None:
 RANKS = [(["--ranks", "3"], "0, 1"), (["--ranks", "2", "--spares", "1"], "0, 2")]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(("flags", "members"), full_but(RANKS[1:], RANKS))
 def test_in_process(flags: list[str], members: str) -> None:
     """The survivors go on alone, on fewer ranks, or with a spare process. Their errors name the killed rank."""

@@ -110,6 +110,7 @@ def test_bad_usage_is_found_before_the_first_run(arguments: list[str], capsys: p
     assert "run 1" not in (text := capsys.readouterr().err) and len(text.splitlines()) == 1
 
 
+@pytest.mark.tier("full")
 def test_timeouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A hang is bad by default; --on-timeout stop ends the search. Neither is a failure with an exit code."""
     assert find(tmp_path, monkeypatch, "forward.0", "hang_if_wrong", "--timeout", "1", "--json") == 0

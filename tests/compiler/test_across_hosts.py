@@ -243,6 +243,7 @@ def test_fused_sites_are_refused(hosts2: RankPool, options: dict[str, Any]) -> N
             assert "its ranks are on 2 hosts" in d["detail"]
 
 
+@pytest.mark.tier("full")
 def test_auto_takes_parameters_only() -> None:
     """As within a host: gathers of parameters and reductions of gradients, if the network lets them hide."""
     for found, others in FakeRanks(2, hosts="1").run(automatic):
@@ -251,6 +252,7 @@ def test_auto_takes_parameters_only() -> None:
         assert not any("all_gather split" in kind for kind in others), others
 
 
+@pytest.mark.tier("full")
 def test_small_collectives_are_split_too() -> None:
     """Their latency is worth hiding, alone or in buckets. Look-alike: within a host they are below the threshold alone."""
     for found in FakeRanks(2, hosts="1").run(small):

@@ -284,6 +284,7 @@ def test_auto(pool2: RankPool, slow_profile: str) -> None:
     assert plans[0] == plans[1]
 
 
+@pytest.mark.tier("full")
 def test_auto_next_to_sharded_weights(pool2: RankPool, slow_profile: str) -> None:
     """The gathers of the shared expert's weights move into the window of the dispatch with its products."""
     options = {"profile": slow_profile, "min_bytes": 0, "inner": "aot_eager"}
@@ -302,7 +303,7 @@ def test_auto_next_to_sharded_weights(pool2: RankPool, slow_profile: str) -> Non
         {},
         in_full({"form": "loop", "routing": "one"}),
         in_full({"routing": "one"}),
-        {"shared": False, "tokens": (24, 0)},
+        in_full({"shared": False, "tokens": (24, 0)}),
         {"other": "fsdp"},
     ],
     ids=["skewed", "loop", "one_expert", "no_tokens", "fsdp"],
@@ -313,7 +314,7 @@ def test_block(pool2: RankPool, variant: dict[str, Any]) -> None:
         check_exchanges(outcome)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", full_but([2], [2, 4]))
 def test_block_next_to_tensor_parallelism(pool2: RankPool, pool4: RankPool, ranks: int) -> None:
     """The gathers and scatters of tensor parallelism are fused, the exchanges are split. 4 ranks: 2 groups of 2 of each."""
     options = {**SPLIT, "overlap": "force", "min_bytes": 0}
@@ -335,6 +336,7 @@ def check_exchanges(outcome: Comparison) -> None:
     assert {strategy for _, strategy, _ in exchanges} == {"split"}
 
 
+@pytest.mark.tier("full")
 def test_inductor_keeps_exchanges_that_nothing_reads(pool2: RankPool) -> None:
     """On a rank without tokens nothing reads the results of experts, but its peer waits for the exchange."""
     options = {**SPLIT, "inner": "inductor"}
@@ -344,6 +346,7 @@ def test_inductor_keeps_exchanges_that_nothing_reads(pool2: RankPool) -> None:
         assert found == ["none", "split", "split", "split", "split"]
 
 
+@pytest.mark.tier("full")
 def test_generated_code(pool2: RankPool, slow_profile: str) -> None:
     """Inductor keeps matmuls between start and finish, whose input no other value is written to, and results are eager's."""
     options = {"profile": slow_profile, "min_bytes": 0}
@@ -375,6 +378,7 @@ def generated(rank: int, world: int, options: dict[str, Any]) -> tuple[dict[str,
     return {n: error(found[n], truth[n], n) for n in truth}, [text for text in written if "start_all_to_all" in text]
 
 
+@pytest.mark.tier("full")
 def test_verify_explain_and_saved_plan(pool2: RankPool) -> None:
     """Results equal the plain exchange's, the report names the places, and a saved plan decides the same."""
     for measured, text, first, second in pool2.run(explained):
@@ -392,6 +396,7 @@ def explained(rank: int, world: int) -> tuple[list[float], str, list[tuple[str, 
     return errors, "\n".join(d.detail for d in report.decisions), decisions[0], decisions[1]
 
 
+@pytest.mark.tier("full")
 def test_shards_of_experts(pool4: RankPool) -> None:
     """Two ranks share the experts, and each of them the weights with another: gathers and reductions of both groups."""
     options = {"inner": "aot_eager", "overrides": [{"strategy": "split"}]}
@@ -410,6 +415,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(("kind", "routing"), full_but(BLOCKS[4:], BLOCKS))
 def test_blocks_of_transformers(hf2: RankPool, kind: str, routing: str) -> None:
     """With experts on two ranks they compute what they do with all experts on one: also where one rank gets all tokens, and

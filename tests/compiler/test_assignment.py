@@ -214,7 +214,7 @@ def test_large_graphs_are_legal() -> None:
         assert found.chosen and legal(graph, [chosen.site.members for chosen in found.chosen]), f"seed {seed}"
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("full")
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
     program = (
         "from tests.compiler.dags import random_dag\n"

@@ -268,7 +268,11 @@ def run_graph(rank: int, world: int, collective: str) -> str:
 
 @pytest.mark.parametrize(
     "options",
-    [{"inner": "aot_eager"}, in_full({"memory_budget": 0}), {"inner": "aot_eager", "verify": True, "memory_budget": 0}],
+    [
+        {"inner": "aot_eager"},
+        in_full({"memory_budget": 0}),
+        in_full({"inner": "aot_eager", "verify": True, "memory_budget": 0}),
+    ],
     ids=["aot_eager", "inductor", "verify"],
 )
 def test_sharded_blocks(pool2: RankPool, options: dict[str, Any]) -> None:

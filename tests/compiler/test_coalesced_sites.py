@@ -19,6 +19,7 @@ def test_results_on_ranks(pool2: RankPool, collective: str) -> None:
     assert pool2.run(run_graph, collective) == [""] * 2
 
 
+@pytest.mark.tier("full")
 def test_four_ranks(pool4: RankPool) -> None:
     assert pool4.run(run_graph, "all_gather") == pool4.run(run_graph, "reduce_scatter") == [""] * 4
 
@@ -27,7 +28,7 @@ def test_four_ranks(pool4: RankPool) -> None:
     "options",
     [
         in_full({"inner": "aot_eager"}),
-        {"memory_budget": 0},
+        in_full({"memory_budget": 0}),
         in_full({"inner": "aot_eager", "verify": True, "memory_budget": 0}),
         {"inner": "aot_eager", "memory_budget": 0, "zero_copy": "auto"},
         in_full({"memory_budget": 0, "zero_copy": "auto"}),
@@ -40,6 +41,7 @@ def test_blocks(pool2: RankPool, options: dict[str, Any]) -> None:
     assert pool2.run(run_blocks, options, "cpu", 1024) == [""] * 2
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("ranks", [in_full(2), 3])
 @pytest.mark.parametrize(
     "options",
@@ -63,6 +65,7 @@ def test_hybrid_sharding(pool4: RankPool) -> None:
         assert len(set(names) - {"-"}) == 2  # a reduction over shards waits for one over replicas
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("cpp_wrapper", [False, in_full(True)])
 def test_generated_code(pool2: RankPool, cpp_wrapper: bool) -> None:
     """One start and one finish for each bucket, a finish reads the buffers of its start, and matmuls run in between."""

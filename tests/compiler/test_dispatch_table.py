@@ -180,7 +180,7 @@ def plan_dynamic(rank: int, world: int, options: dict[str, Any], rows: int) -> l
         return [p.to_json() for p in plans_of(layer(world_name()), (x, w1, w2), options)]
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("full")
 def test_floor_and_forced_tables(fake2: FakeRanks) -> None:
     """min_bytes becomes a limit in rows, and an overridden table is used at any traced size."""
     tables = []
@@ -302,5 +302,6 @@ def tune_with_a_bias(rank: int, world: int) -> list[bool]:
     return timed
 
 
+@pytest.mark.tier("full")
 def test_results_of_a_site_with_an_addend_of_one_rank_are_used_again(pool2: RankPool) -> None:
     assert pool2.run(tune_with_a_bias) == [[True, False]] * 2

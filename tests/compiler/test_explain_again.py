@@ -14,6 +14,7 @@ import ub_overlap
 from tests.compiler.rank_compile import FORCE, world_name
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.reports.isolated_compile import compiled_parts
@@ -83,7 +84,9 @@ def any_order(rank: int, world: int, kind: str, breaks: bool) -> dict[str, Any]:
 
 
 @pytest.mark.tier("test")
-@pytest.mark.parametrize(("kind", "breaks"), [("module", False), ("in place", False), ("function", False), ("module", True)])
+@pytest.mark.parametrize(
+    ("kind", "breaks"), [in_full(("module", False)), ("in place", False), ("function", False), in_full(("module", True))]
+)
 def test_any_order(fake2: FakeRanks, kind: str, breaks: bool) -> None:
     """Every explain reports, and the compiled model compiles once. Without options, explain takes those of the model."""
     for found in fake2.run(any_order, kind, breaks):

@@ -262,6 +262,7 @@ def run_halves(rank: int, world: int, inner: str) -> tuple[list[str], list[float
     return graphs[0], [float((a - b).abs().max() / a.abs().max()) for a, b in pairs]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("inner", full_but(["aot_eager"], ["aot_eager", "inductor"]))
 def test_two_halves(pool2: RankPool, inner: str) -> None:
     """The counts of both halves are exchanged and read in front of both dispatches: the host waits once."""

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.compiler.one_rank import OneRank
 from tests.harness.fake_ranks import FakeRanks
+from tests.harness.tiers import full_but
 from ub_overlap.compiler.joint.decompose_collectives import decompose_collectives
 from ub_overlap.compiler.joint.exchange_sizes import keep_exchange_sizes
 from ub_overlap.compiler.joint.merge.merge_collectives import merge_collectives
@@ -204,8 +205,12 @@ def test_each_part_is_changed(part: Part) -> None:
     assert count > 0
 
 
+SHORT = [reduced_twice, gathered_and_summed, scaled, ring, counted]
+"""One part for each pass."""
+
+
 @pytest.mark.tier("test")
-@pytest.mark.parametrize("first", PARTS, ids=lambda part: part.__name__)
+@pytest.mark.parametrize("first", full_but(SHORT, PARTS), ids=lambda part: part.__name__)
 def test_pairs(first: Part) -> None:
     for second, join in itertools.product(PARTS, (nested, added)):
         module = traced(join(first, second))
@@ -219,7 +224,6 @@ def test_pairs(first: Part) -> None:
 
 
 @pytest.mark.tier("full")
-@pytest.mark.tier("test")
 def test_triples() -> None:
     choices = random.Random(0)
     for _ in range(TRIPLES):

@@ -306,7 +306,7 @@ def random_exchanges(seed: int) -> ExchangeDag:
     return d
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("full")
 def test_random_graphs() -> None:
     """Values stay, whatever moves; nothing moves over a write; two ranks with the same graph have the same order."""
     moved = 0

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 from ub_overlap.compiler.graph.functional_copies import drop_copies
 from ub_overlap.compiler.plan.reasons import Kind
 
@@ -25,7 +26,7 @@ COPY, EMPTY, WAIT = (
 
 @pytest.mark.parametrize(
     ("options", "strategies"),
-    [({"overlap": "force"}, {"pipelined"}), ({"overrides": [{"strategy": "split"}]}, {"split"})],
+    [in_full(({"overlap": "force"}, {"pipelined"})), ({"overrides": [{"strategy": "split"}]}, {"split"})],
     ids=["force", "split"],
 )
 def test_gradients_are_averaged_in_the_graph(options: dict[str, object], strategies: set[str], pool2: RankPool) -> None:
@@ -53,6 +54,7 @@ def test_a_sum_of_products(pool2: RankPool) -> None:
             assert scaled.kind is Kind.ALL_REDUCE, scaled
 
 
+@pytest.mark.tier("full")
 def test_sums_are_sent_in_their_own_type(pool2: RankPool) -> None:
     """A bias' gradient is cast to fp32, copied and averaged: bulk sends the sum before the cast.
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.compiler.rank_compile import FORCE, INDUCTOR, world_name
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but
 from tests.harness.traces import as_loss
 from tests.models.compare import error, uncached
 from tests.models.megatron import Mappings
@@ -91,7 +92,7 @@ def train_all(rank: int, world: int, style: str) -> dict[str, Outcome]:
     return {name: train(rank, world, name, style, FORCE) for name in FORMS}
 
 
-@pytest.mark.parametrize("style", ["functional", "reduce"])
+@pytest.mark.parametrize("style", full_but(["reduce"], ["functional", "reduce"]))
 def test_addends_of_one_rank(pool2: RankPool, style: str) -> None:
     """Forward and backward agree with eager; both ranks have one plan, and overlap the reduction."""
     first, other = pool2.run(train_all, style)

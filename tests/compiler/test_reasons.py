@@ -64,6 +64,7 @@ def test_form_is_refused(pool2: RankPool, name: str) -> None:
                 assert [why(d) for d in outcome.decisions if d["phase"] == phase] == [reason.value]
 
 
+@pytest.mark.tier("full")
 def test_gathered_logits(pool2: RankPool) -> None:
     """A gather of what a matmul made says how to do without it; one of an activation does not."""
     for module, variant, says in (

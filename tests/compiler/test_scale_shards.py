@@ -17,6 +17,7 @@ from tests.compiler.one_rank import OneRank
 from tests.compiler.rank_compile import FORCE, decisions_of, world_name
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but
 from ub_overlap.compiler.joint.joint_decision import joint_decision
 from ub_overlap.compiler.joint.scale_shards import may_scale_shards, scale_shards
 from ub_overlap.compiler.plan.decision import Decision
@@ -253,7 +254,12 @@ def errors(rank: int, world: int, name: str) -> list[tuple[float, float, float]]
     return [tuple(float((r[i] - t).abs().max() / t.abs().max()) for r in results[1:]) for i, t in enumerate(reference)]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("function", [*(f for f in MOVED if f is not narrowed), *SUMS], ids=lambda f: f.__name__)
+SHORT = [one_after_another, along_dim_1, transposed, divided_sum]
+
+
+@pytest.mark.parametrize(
+    "function", full_but(SHORT, [*(f for f in MOVED if f is not narrowed), *SUMS]), ids=lambda f: f.__name__
+)
 def test_numbers(pool2: RankPool, function: Function) -> None:
     for found in pool2.run(errors, function.__name__):
         for eager, ours, plain in found:

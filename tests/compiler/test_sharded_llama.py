@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.compiler.rank_compile import build
 from tests.context_parallel.machine import slow_profile
 from tests.harness.ranks import RankPool
-from tests.harness.tiers import in_full
+from tests.harness.tiers import full_but, in_full
 from tests.models.compare import Comparison, error, uncached, values
 from tests.models.sharded_llama import PARAMETERS
 from ub_overlap.compiler.plan.reasons import collective_of
@@ -60,7 +60,7 @@ def titan4() -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.parametrize("budget", full_but([None], [None, 0]))
 def test_gathered_in_the_graph(pool2: RankPool, budget: float | None) -> None:
     """Every parameter is gathered and every gradient reduced, all split. With a budget of 0 backward gathers again."""
     outcome = check(pool2, {"mixed": budget is None}, {**SPLIT, "memory_budget": budget})
@@ -70,6 +70,7 @@ def test_gathered_in_the_graph(pool2: RankPool, budget: float | None) -> None:
     assert found["backward all_gather"] == (MATMULS if budget == 0 else 0), found
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(
     ("source", "options"), [("example", FORCE), *map(in_full, [("example", SPLIT), ("torchtitan", SPLIT)])]
 )
@@ -85,6 +86,7 @@ def test_with_tensor_parallelism(pool4: RankPool, titan4: RankPool, source: str,
     assert len(groups) == 2, Counter(f"{d['phase']} {d['kind']} {d['group']} {d['id'][:9]}" for d in outcome.decisions)
 
 
+@pytest.mark.tier("full")
 def test_tensor_parallelism_comes_first(pool4: RankPool) -> None:
     """By predicted times on a slow machine, sites of tensor parallelism have their own matmuls. Gathers and reductions of
     weights are hidden by what is left."""
@@ -181,6 +183,7 @@ def kept_for_backward(rank: int, world: int, budget: float | None) -> Counter[An
     return saved
 
 
+@pytest.mark.tier("full")
 def test_backward_keeps_shards(pool2: RankPool) -> None:
     """With a budget of 0 backward reads no gathered weight of a matmul, but shards. Those of norms, which are small, stay."""
     for kept, shards in zip(*(pool2.run(kept_for_backward, budget) for budget in (None, 0)), strict=True):
@@ -201,6 +204,7 @@ def test_memory_policy_of_graph_trainer(titan4: RankPool, reshard: str, gathered
         assert found == Counter(expected), found
 
 
+@pytest.mark.tier("full")
 def test_graph_trainer(titan4: RankPool) -> None:
     """apply_passes as one of graph_trainer's passes: a rule finds the backward half of the one graph by autograd's marks."""
     forward, backward = (

@@ -58,6 +58,7 @@ def communication(rank: int, world: int, chained: bool) -> list[tuple[list[str],
     return list(zip(found, planned, strict=True))
 
 
+@pytest.mark.tier("full")
 def test_the_order_of_the_plan(pool2: RankPool) -> None:
     for programs in pool2.run(communication, True):
         assert [len(planned) for _, planned in programs] == [2 * 3 * LAYERS, 2 * 2 * 3 * LAYERS - 2 * LAYERS]

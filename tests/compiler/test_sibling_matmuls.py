@@ -182,6 +182,7 @@ def test_weights_apart() -> None:
     assert matmuls(gm) == 2
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(("inner", "batch"), full_but([("aot_eager", 2)], [("aot_eager", 2), ("inductor", 3)]))
 def test_a_decode_step(pool2: RankPool, inner: str, batch: int) -> None:
     """q, k, v and gate, up of every layer are one matmul each where the model is packed; results are those of eager.

@@ -287,7 +287,12 @@ def run_layer(rank: int, world: int, routing: str, inner: str) -> dict[str, Any]
 
 @pytest.mark.parametrize(
     ("inner", "routing"),
-    [in_full(("aot_eager", "balanced")), ("aot_eager", "skewed"), ("aot_eager", "one expert"), in_full(("inductor", "skewed"))],
+    [
+        in_full(("aot_eager", "balanced")),
+        in_full(("aot_eager", "skewed")),
+        ("aot_eager", "one expert"),
+        in_full(("inductor", "skewed")),
+    ],
 )
 def test_layers_with_experts(pool2: RankPool, inner: str, routing: str) -> None:
     """Forward has two scatters, backward two: of sorted rows and of sums over a token's experts. Results stay as they are."""

@@ -18,7 +18,7 @@ from tests.fp8.rank_fp8 import both
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.generated_code import matching_lines, planned_calls
 from tests.harness.ranks import RankPool
-from tests.harness.tiers import INNER, full_but
+from tests.harness.tiers import INNER, full_but, in_full
 from tests.harness.traces import as_loss
 from tests.models.compare import Values, error, uncached, values
 from ub_overlap.compiler import passes
@@ -36,7 +36,7 @@ FORMS = [(False, None, "off"), (True, None, "auto"), (True, 0, "off"), (False, 0
 FORMS_BY = [(*form, inner) for form in FORMS for inner in ("aot_eager", "inductor")]
 
 
-@pytest.mark.parametrize(("mixed", "budget", "zero_copy", "inner"), full_but([*FORMS_BY[::2], FORMS_BY[-1]], FORMS_BY))
+@pytest.mark.parametrize(("mixed", "budget", "zero_copy", "inner"), full_but([FORMS_BY[0], FORMS_BY[4], FORMS_BY[8]], FORMS_BY))
 def test_zero3(pool2: RankPool, inner: str, mixed: bool, budget: float | None, zero_copy: str) -> None:
     """Outputs and gradients are those of the unfused graph; every collective is split.
 
@@ -54,7 +54,7 @@ def test_zero3(pool2: RankPool, inner: str, mixed: bool, budget: float | None, z
         assert in_place == (gathers if budget == 0 and zero_copy == "auto" else [False] * len(gathers))
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", full_but([False], [False, True]))
 def test_zero_copy_changes_no_bit(pool2: RankPool, mixed: bool) -> None:
     """Results are those of copied gathers, also with more gathers than slots. A second step runs in the slots of the first."""
     for copied, in_place in pool2.run(both_forms, mixed):
@@ -150,7 +150,8 @@ def calls(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list[str
     return [[m[4] or f"{m[1]} {m[3]}" for m in found] for found in matching_lines(written, pattern)], decisions
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.tier("full")
+@pytest.mark.parametrize("mixed", full_but([False], [False, True]))
 def test_inputs_are_held(pool2: RankPool, mixed: bool) -> None:
     """A finish reads the buffer of its start, and no other value is written to it in between."""
     for programs, _ in pool2.run(code_of, SPLIT, mixed):
@@ -180,7 +181,7 @@ def spans_of_inputs(lines: list[str]) -> list[tuple[int, int, str]]:
 ZERO_COPY: dict[str, Any] = {**SPLIT, "memory_budget": 0, "zero_copy": "auto"}
 
 
-@pytest.mark.parametrize("options", [SPLIT, ZERO_COPY])
+@pytest.mark.parametrize("options", [SPLIT, in_full(ZERO_COPY)])
 def test_generated_code(pool2: RankPool, options: dict[str, Any]) -> None:
     """Inductor keeps the order: starts in front of the matmuls that hide them, finishes in front of the readers, releases."""
     (programs, decisions), other = pool2.run(calls, options)
@@ -193,7 +194,7 @@ def test_generated_code(pool2: RankPool, options: dict[str, Any]) -> None:
     assert len(hidden) == (16 if options is SPLIT else 24) and sum(n > 0 for n in hidden) >= 12, hidden
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", full_but([False], [False, True]))
 def test_nothing_reads_or_reuses_released_memory(pool2: RankPool, mixed: bool) -> None:
     """In the generated code the result of a zero-copy gather is read, by its matmuls, between finish and release only."""
     for programs, decisions in pool2.run(code_of, ZERO_COPY, mixed):
@@ -235,6 +236,7 @@ def hidden_matmuls(program: list[str]) -> dict[str, int]:
     return {site: sum(" " not in call for call in span) for site, span in spans.items()}
 
 
+@pytest.mark.tier("full")
 def test_the_options_of_inductor_are_restored(pool2: RankPool) -> None:
     """The next graph, without split sites, is reordered as Inductor's options say."""
     for before, after in pool2.run(reordering):
@@ -313,6 +315,7 @@ def written(rank: int, world: int, inner: str) -> list[float]:
     return [float((a - b).abs().max()) for a, b in zip(outputs, truth, strict=True)]
 
 
+@pytest.mark.tier("full")
 def test_the_order_is_held_by_the_options(pool2: RankPool) -> None:
     """With Inductor's reordering on, starts move to their finishes: the test of the generated code can fail."""
     for hidden in pool2.run(moved):
@@ -327,6 +330,7 @@ def moved(rank: int, world: int) -> int:
     return sum(hidden_matmuls(backward).values())
 
 
+@pytest.mark.tier("full")
 def test_gradients_that_compiled_autograd_accumulates(pool2: RankPool) -> None:
     """Its backward copies the first microbatch's gradients and adds the next ones; all reductions finish behind matmuls."""
     for errors, plans in pool2.run(accumulated):
@@ -355,7 +359,7 @@ def accumulated(rank: int, world: int) -> tuple[list[float], list[tuple[list[int
     return [float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None], plans
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("full")
 def test_auto_takes_parameters_only(fake2: FakeRanks) -> None:
     """Gathers of parameters are split in forward and backward; look-alike: the same gathers of plain inputs."""
     for found, others in fake2.run(automatic):

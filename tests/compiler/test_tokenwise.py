@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import ub_overlap
 from tests.compiler.rank_tokenwise import FORCE
+from tests.harness.tiers import full_but, in_full
 from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.tokens import choose_halves
@@ -100,7 +101,7 @@ def halves(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 SHAPES = [(6, WIDTH), (7, WIDTH), (1, 5, WIDTH), (2, 3, WIDTH), (3, 5, WIDTH)]
 
 
-@pytest.mark.parametrize("form", ["tokens", "pair", "dict"])
+@pytest.mark.parametrize("form", full_but(["dict"], ["tokens", "pair", "dict"]))
 def test_results_are_joined(form: str) -> None:
     """In the order of the tokens, also rows of all tokens next to [B, S, D], with gradients."""
     for shape in SHAPES:
@@ -318,6 +319,7 @@ def choose_both(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[bool]:
     return found
 
 
+@pytest.mark.tier("full")
 def test_choices_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each structure: the modules' classes, settings and groups, and the parameters."""
     assert choose_both(monkeypatch, top=(2, 2)) == [True, False]
@@ -327,6 +329,7 @@ def test_choices_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_both(monkeypatch, up=(nn.Linear(WIDTH, 16), nn.Linear(WIDTH, 16, bias=False))) == [True, True]
 
 
+@pytest.mark.tier("full")
 def test_choices_of_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes, gradients and options are other choices."""
     monkeypatch.setattr(choose_halves, "_CHOSEN", {})
@@ -339,7 +342,7 @@ def test_choices_of_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice().whole_us == next(iter(choose_halves._CHOSEN.values())).whole_us
 
 
-@pytest.mark.parametrize("other", [Settings(4), Settings(2, Group("b"))], ids=["top", "group"])
+@pytest.mark.parametrize("other", [in_full(Settings(4)), Settings(2, Group("b"))], ids=["top", "group"])
 def test_settings_in_dataclasses(monkeypatch: pytest.MonkeyPatch, other: Settings) -> None:
     same = Settings(2, Group("a")) if other.group else Settings(2)
     assert choose_both(monkeypatch, settings=(same, other)) == [True, True]

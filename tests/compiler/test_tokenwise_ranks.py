@@ -12,6 +12,7 @@ from tests.compiler.rank_tokenwise import FORCE, SPLIT
 from tests.cost.machine import PLAIN
 from tests.harness.profiles import stored, with_exchanges_as_pushes
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 
 
 def check_example(found: rank_tokenwise.Found, exchanges: tuple[int, int]) -> None:
@@ -28,6 +29,7 @@ def test_the_example(pool2: RankPool) -> None:
         assert found.forms == ["two halves along dim 0 of tokens [24x32]; split_tokens='force'"]
 
 
+@pytest.mark.tier("full")
 def test_the_example_with_dynamic_sizes(pool2: RankPool) -> None:
     """One graph for two odd numbers of tokens."""
     for found in pool2.run(rank_tokenwise.compare_example, [25, 31], FORCE, True):
@@ -46,7 +48,7 @@ def test_the_example_stays_whole(pool2: RankPool) -> None:
     assert outcomes[0].forms == outcomes[1].forms
 
 
-@pytest.mark.parametrize("variant", [{"routing": "one"}, {"form": "loop", "routing": "skewed", "tokens": (25, 24)}])
+@pytest.mark.parametrize("variant", [{"routing": "one"}, in_full({"form": "loop", "routing": "skewed", "tokens": (25, 24)})])
 def test_split_exchanges(pool2: RankPool, variant: dict[str, Any]) -> None:
     """All rows for the first experts, so that others are empty; loops over experts, and ranks with other numbers of tokens."""
     for outcome, forms in pool2.run(rank_tokenwise.compare_split, variant):
@@ -73,6 +75,7 @@ def slow_profile() -> str:
     return stored(with_exchanges_as_pushes(slow))
 
 
+@pytest.mark.tier("full")
 def test_auto_in_halves(pool2: RankPool, slow_profile: str) -> None:
     """Halves are predicted to be faster. The dispatch of the second one is in flight while the experts of the first one run."""
     options = {"profile": slow_profile, "min_bytes": 0, "inner": "aot_eager"}
@@ -92,6 +95,7 @@ def test_ranks_with_other_forms(pool2: RankPool) -> None:
         assert found["error"] == "PlanMismatchError", found
 
 
+@pytest.mark.tier("full")
 def test_hosts_decide(pool2: RankPool) -> None:
     """Within a host the exchanges are short. Across hosts half of the layer hides the exchanges of the other half."""
     within, across = (pool2.run(rank_tokenwise.choose_on, hosts) for hosts in ("", "1"))

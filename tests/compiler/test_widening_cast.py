@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from tests.compiler.dags import Dag
 from tests.compiler.rank_compile import world_name
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 from tests.models.compare import compare, uncached
 from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.cost.predict import predict
@@ -126,12 +127,13 @@ def forms(rank: int, world: int, collective: str, reduce_op: str, inner: str, na
     return bad
 
 
-@pytest.mark.parametrize(("collective", "reduce_op"), [("reduce_scatter", "sum"), ("all_reduce", "avg")])
+@pytest.mark.parametrize(("collective", "reduce_op"), [("reduce_scatter", "sum"), in_full(("all_reduce", "avg"))])
 def test_forms(pool2: RankPool, collective: str, reduce_op: str) -> None:
     for bad in pool2.run(forms, collective, reduce_op, "aot_eager", list(FORMS)):
         assert not bad, "\n".join(bad)
 
 
+@pytest.mark.tier("full")
 def test_forms_under_inductor(pool2: RankPool) -> None:
     for bad in pool2.run(forms, "reduce_scatter", "avg", "inductor", ["scaled", "columns"]):
         assert not bad, "\n".join(bad)

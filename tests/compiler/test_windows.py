@@ -357,6 +357,7 @@ def test_times_of_nodes() -> None:
 # --- random graphs ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("full")
 def test_random_graphs_compute_the_same(pool2: RankPool) -> None:
     """Matmuls, gathers, scatters, sums and writes in random order: with every collective split, and with half of them."""
     for wrong, strategies in pool2.run(run_random, list(range(30))):

@@ -8,6 +8,7 @@ import pytest
 
 from tests.context_parallel.rank_attention import compare_forms
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but
 from ub_overlap.compiler.plan.plan import Plan
 
 
@@ -16,7 +17,7 @@ def strategies(plans: list[Plan]) -> list[list[str]]:
     return [[f"{d.kind.value} {d.strategy}" for d in plan.decisions] for plan in plans]
 
 
-@pytest.mark.parametrize("form", ["gathered", "flex_op"])
+@pytest.mark.parametrize("form", full_but(["gathered"], ["gathered", "flex_op"]))
 def test_gathers_are_split(pool2: RankPool, options: dict[str, Any], form: str) -> None:
     """Results equal those of the whole sequence, and each exchange of both layers starts early and finishes late."""
     results = pool2.run(compare_forms, form, options)
@@ -28,6 +29,7 @@ def test_gathers_are_split(pool2: RankPool, options: dict[str, Any], form: str) 
     assert [plan.digest for plan in results[0][1]] == [plan.digest for plan in results[1][1]]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("form", ["gathered", "flex_op"])
 def test_four_ranks(pool4: RankPool, options: dict[str, Any], form: str) -> None:
     """Gradients of 4 ranks are added up in another order than gloo's: close to eager results, not of the same bits."""

@@ -51,6 +51,7 @@ def of_layer(program: list[str], layer: int, exchanges: int) -> list[str]:
     ]
 
 
+@pytest.mark.tier("full")
 def test_attention_hides_the_exchanges_of_all_layers(pool2: RankPool, options: dict[str, Any]) -> None:
     """Inductor merges the sums of both layers' norms in one kernel, and would draw all attention of the first one forward."""
     inductor = {**options, "inner": "inductor"}

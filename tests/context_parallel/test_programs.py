@@ -36,6 +36,7 @@ RING = ({"all_gather split": 2, "all_gather merged": 2}, {"all_to_all split": 4}
 """The sites of two layers in forward and backward."""
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("load_balance", [True, in_full(False)])
 def test_a_ring_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, Any], load_balance: bool) -> None:
     """Two ranks share a sequence, two the heads. The ranks' graphs differ, their plans agree."""

@@ -36,7 +36,7 @@ def test_a_ring_that_gathers(pool2: RankPool, options: dict[str, Any], causal: b
     assert [plan.digest for plan in results[0][1]] == [plan.digest for plan in results[1][1]]
 
 
-@pytest.mark.parametrize(("causal", "load_balance"), [CAUSAL, BALANCED])
+@pytest.mark.parametrize(("causal", "load_balance"), full_but([BALANCED], [CAUSAL, BALANCED]))
 def test_a_ring_that_rotates(pool2: RankPool, options: dict[str, Any], causal: bool, load_balance: bool) -> None:
     """Keys and values, and in backward their gradients, travel to the next rank while the attention of a step runs."""
     results = pool2.run(compare_forms, "sdpa", options, "alltoall", load_balance, causal)
@@ -58,6 +58,7 @@ def test_four_ranks_that_gather(pool4: RankPool, options: dict[str, Any]) -> Non
     assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(
     ("load_balance", "checkpointed"),
     [in_full((False, False)), (True, False), in_full((True, True))],
@@ -79,6 +80,7 @@ def test_four_ranks_that_rotate(pool4: RankPool, options: dict[str, Any], load_b
     assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("rotation", [in_full("allgather"), "alltoall"])
 def test_grouped_heads(pool4: RankPool, options: dict[str, Any], rotation: str) -> None:
     """Each key and value is repeated for 2 query heads. All messages are half as large, with one plan on all ranks.
@@ -109,6 +111,7 @@ def test_a_ring_whose_ranks_read_other_gradients(pool2: RankPool, options: dict[
         assert found["error"] in ("PlanMismatchError", "ShapeMismatchError"), found
 
 
+@pytest.mark.tier("full")
 def test_a_checkpoint_without_load_balance(pool4: RankPool, options: dict[str, Any]) -> None:
     """Backward repeats the exchanges of the steps that a rank computes, and ranks compute different numbers of steps. Their
     plans differ, and they say so instead of waiting."""
@@ -116,6 +119,7 @@ def test_a_checkpoint_without_load_balance(pool4: RankPool, options: dict[str, A
         assert error == "PlanMismatchError", error
 
 
+@pytest.mark.tier("full")
 def test_a_ring_that_is_not_merged(pool4: RankPool, options: dict[str, Any]) -> None:
     """Without merged exchanges ranks send other numbers of messages where they skip steps. They say so instead of waiting."""
     for error in pool4.run(rank_own_ring.not_merged, options):

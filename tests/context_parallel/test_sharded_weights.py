@@ -12,6 +12,7 @@ import pytest
 from tests.context_parallel import machine
 from tests.context_parallel.rank_sharded_weights import LAYERS, MATRICES, NORMS, compare_with_sharded_weights
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import collective_of
@@ -70,18 +71,24 @@ def check(results: Results, exchange: Exchange, layers: int = LAYERS, gathered_a
     assert len({tuple(plan.digest for plan in plans) for _, _, plans in results}) == 1
 
 
-@pytest.mark.parametrize(("form", "exchange"), [("gathered", GATHERED), ("flex_op", GATHERED), ("ulysses", ULYSSES)])
+@pytest.mark.parametrize(
+    ("form", "exchange"), [in_full(("gathered", GATHERED)), ("flex_op", GATHERED), in_full(("ulysses", ULYSSES))]
+)
 def test_one_group(pool2: RankPool, options: dict[str, Any], form: str, exchange: Exchange) -> None:
     """Weights are sharded over the ranks that share a sequence."""
     check(pool2.run(compare_with_sharded_weights, form, options), exchange)
 
 
-@pytest.mark.parametrize(("rotation", "load_balance"), [("allgather", True), ("allgather", False), ("alltoall", True)])
+@pytest.mark.tier("full")
+@pytest.mark.parametrize(
+    ("rotation", "load_balance"), [in_full(("allgather", True)), in_full(("allgather", False)), ("alltoall", True)]
+)
 def test_a_ring_in_one_group(pool2: RankPool, options: dict[str, Any], rotation: str, load_balance: bool) -> None:
     """Slots of the ring are given by order, those of weights by what is free. The graphs of ranks differ, their plans agree."""
     check(pool2.run(compare_with_sharded_weights, "ring", options, rotation, load_balance), RINGS[rotation])
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(
     ("form", "rotation", "exchange"),
     [
@@ -97,7 +104,9 @@ def test_two_replicas(pool4: RankPool, options: dict[str, Any], form: str, rotat
     check(results, exchange, layers=1)
 
 
-@pytest.mark.parametrize(("form", "rotation", "exchange"), [("flex_op", "", GATHERED), ("ring", "alltoall", RINGS["alltoall"])])
+@pytest.mark.parametrize(
+    ("form", "rotation", "exchange"), [("flex_op", "", GATHERED), in_full(("ring", "alltoall", RINGS["alltoall"]))]
+)
 def test_gathered_again(pool2: RankPool, options: dict[str, Any], form: str, rotation: str, exchange: Exchange) -> None:
     """With a budget of 0 backward gathers the weights of its matmuls again, but exchanges no keys and values again."""
     budget = {**options, "memory_budget": 0}
@@ -105,6 +114,7 @@ def test_gathered_again(pool2: RankPool, options: dict[str, Any], form: str, rot
     check(results, exchange, layers=1, gathered_again=MATRICES)
 
 
+@pytest.mark.tier("full")
 def test_gathered_again_by_two_replicas(pool4: RankPool, options: dict[str, Any]) -> None:
     budget = {**options, "memory_budget": 0}
     results = pool4.run(compare_with_sharded_weights, "ring", budget, "allgather", replicas=2, layers=1)
@@ -117,6 +127,7 @@ def test_inductor(pool2: RankPool, options: dict[str, Any]) -> None:
     check(results, GATHERED, layers=1)
 
 
+@pytest.mark.tier("full")
 def test_four_ranks_of_a_balanced_ring(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With little landing memory, weights are split or hidden behind other matmuls, by one plan on all ranks."""
     monkeypatch.setattr(machine, "SLOWER_COMPUTE", 27157)

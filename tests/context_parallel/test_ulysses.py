@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.context_parallel.rank_attention import compare_forms
 from tests.harness.ranks import RankPool
 
@@ -27,6 +29,7 @@ def test_heads_are_exchanged_behind_projections(pool2: RankPool, options: dict[s
     assert [plan.digest for plan in results[0][1]] == [plan.digest for plan in results[1][1]]
 
 
+@pytest.mark.tier("full")
 def test_four_ranks(pool4: RankPool, options: dict[str, Any]) -> None:
     """An exchange adds up nothing, so compiled results have the bits of eager ones on any number of ranks."""
     results = pool4.run(compare_forms, "ulysses", options, causal=True)

@@ -35,7 +35,7 @@ def calibrate(ranks: int, folder: Path, *arguments: str, hosts: str = "") -> Fin
     return run_program(ranks, "ub_overlap", ["calibrate", "--device", "cpu", "--quick", *arguments], env, folder, PACE)
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("full")
 def test_two_ranks(tmp_path: Path) -> None:
     command = [*torchrun(2), "-m", "ub_overlap", "calibrate", "--device", "cpu", "--quick"]
     done = launch(command, PACE, {"UB_OVERLAP_CACHE_DIR": str(tmp_path)})

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cost.machine import PLAIN
 from tests.harness.ranks import PATIENCE_S
+from tests.harness.tiers import full_but
 from ub_overlap.compiler.cost import SiteShape, candidates, choose, load, matmul_time, predict
 from ub_overlap.compiler.cost.choice import MARGIN, MARGIN_US
 from ub_overlap.compiler.cost.curve import at, between
@@ -147,7 +148,7 @@ for ranks in (2, 3, 6, 8):
 """
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("full")
 def test_same_in_every_process() -> None:
     """Predictions are bitwise equal for any hash seed, because ranks choose separately and must agree."""
     outs = set()
@@ -178,7 +179,7 @@ def test_a_float8_wire_sends_half_the_bytes() -> None:
 
 @pytest.mark.tier("test")
 @pytest.mark.parametrize("profile", PROFILES, ids=str)
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", full_but([2], [2, 8]))
 def test_most_that_independent_matmuls_can_add(profile: object, ranks: int) -> None:
     """No set of further independent matmuls gains more than `most_us` says, and it says more than 0 only where they help."""
     rng = random.Random(ranks)

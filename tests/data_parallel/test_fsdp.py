@@ -20,6 +20,7 @@ def test_trains_as_torch(pool2: RankPool) -> None:
     assert pool2.run(rank_fsdp.trains_as_torch) == [[], []]
 
 
+@pytest.mark.tier("full")
 def test_hybrid_and_partial_resharding(pool4: RankPool) -> None:
     assert pool4.run(rank_fsdp.trains_as_torch) == [[]] * 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness.ranks import RankPool, run_ranks
-from tests.harness.tiers import INNER
+from tests.harness.tiers import INNER, in_full
 
 from . import rank_local_batches as ranks
 
@@ -36,13 +36,14 @@ def test_experts(pool2: RankPool) -> None:
     check(pool2.run(ranks.experts, 65536), "split")
 
 
+@pytest.mark.tier("full")
 def test_replicated_weights(pool2: RankPool) -> None:
     """The order of all_reduces does not depend on the batch. (Compiled autograd of torch 2.13 takes no dynamic sizes.)"""
     for differs, digests, modes in pool2.run(ranks.replicated_weights, None):
         assert not differs and len(digests) >= 1 and modes
 
 
-@pytest.mark.parametrize(("dynamic", "text"), [(None, "only sizes differ"), (True, "plans are made for one value")])
+@pytest.mark.parametrize(("dynamic", "text"), [(None, "only sizes differ"), in_full((True, "plans are made for one value"))])
 def test_without_a_hint(dynamic: bool | None, text: str) -> None:
     """The error, which breaks the group, says what to do."""
     for error in run_ranks(ranks.sharded_weights, 2, None, "aot_eager", dynamic):

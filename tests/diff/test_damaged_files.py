@@ -388,7 +388,7 @@ def test_mutated_files(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert refused or "skipped" in out.err or "not a" in out.err or kind == "tuned"
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("full")
 def test_no_msgspec_for_compiling() -> None:
     """Profiles, rules and tuning results, which a compilation reads, need no msgspec."""
     code = (

@@ -13,6 +13,7 @@ from torch.fx import Node
 import ub_overlap
 from tests.compiler.rank_compile import FORCE, INDUCTOR, build
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
 from ub_overlap.compiler.options import Options, parse
@@ -53,7 +54,11 @@ def local(t: Any) -> Tensor:
     return t.to_local() if hasattr(t, "to_local") else t
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda m: f"{m[0].split('.')[-1]}-{m[1].get('name', '')}".strip("-"))
+@pytest.mark.parametrize(
+    "model",
+    [MODELS[0], in_full((MODELS[1],)), *MODELS[2:]],
+    ids=lambda m: f"{m[0].split('.')[-1]}-{m[1].get('name', '')}".strip("-"),
+)
 def test_every_site_is_compared(pool2: RankPool, model: tuple[str, dict[str, Any]]) -> None:
     for sites, table, worst in pool2.run(verified, model, FORCE):
         assert sites and all(error is not None and error < TOLERANCE[torch.float32] for _, _, error in sites), sites

@@ -200,6 +200,7 @@ def test_ops_are_what_they_say(state: Fp8State) -> None:
     fp8_amax_history(x, join_keys(state.name, ["y"]), True)
 
 
+@pytest.mark.tier("full")
 @since((2, 12), "compile caches stay unused there, for a reason not found yet")
 def test_warm_caches(state: Fp8State, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph out of the cache, for which no pass runs, reads and feeds the same histories."""

@@ -269,6 +269,7 @@ def test_explain_measures_each_product() -> None:
     assert {c.recipe for c in plain_report.casts} == {"tensorwise"}
 
 
+@pytest.mark.tier("full")
 def test_explaining_moves_no_history() -> None:
     """A report of its own errors, and a training state that is what it was."""
     model, x = nn.Linear(64, 48).bfloat16(), torch.randn(32, 64).bfloat16().requires_grad_()

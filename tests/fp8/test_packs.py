@@ -26,6 +26,7 @@ def test_cases(pool2: RankPool, name: str) -> None:
         assert all(detail.startswith(CASES[name][3]) for detail in details), details
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("name", full_but(["parts"], ["parts", "biases", "flattened"]))
 def test_inductor(pool2: RankPool, name: str) -> None:
     for differ, packs, _ in pool2.run(run_case, name, {"overlap": "force"}):
@@ -37,7 +38,7 @@ def test_inductor(pool2: RankPool, name: str) -> None:
     [
         ({}, {}),
         *map(in_full, [({"kv_heads": 4, "layers": 2}, {}), ({"bias": True}, {}), ({"each": True}, {})]),
-        ({}, {"fp8": {"recipe": "rowwise", "weights": "per_call"}}),
+        in_full(({}, {"fp8": {"recipe": "rowwise", "weights": "per_call"}})),
     ],
     ids=["block", "two blocks", "biases", "a gather each", "per call"],
 )
@@ -53,6 +54,7 @@ def test_models(pool2: RankPool, variant: dict[str, Any], options: dict[str, Any
         assert run.packed[0].digest != run.apart[0].digest
 
 
+@pytest.mark.tier("full")
 def test_torchao(pool2: RankPool) -> None:
     """w1 and w3 of a program that is float8 already. Its weight gradients in 16 bits are packed too, its sums are not."""
     for run in pool2.run(run_model, "tests.models.torchao_mlp", {"recipe": "rowwise_with_gw_hp", "gather_fp8": False}, FORCE):
@@ -62,6 +64,7 @@ def test_torchao(pool2: RankPool) -> None:
         assert {d.packs for p in run.packed for d in p.decisions if d.kind.value == "matmul_reduce_scatter"} == {()}
 
 
+@pytest.mark.tier("full")
 def test_four_ranks(pool4: RankPool) -> None:
     for run in pool4.run(run_steps, ROWWISE):
         assert run.differ == [] and all(d.packs == (3,) for d in run.gathers())
@@ -74,13 +77,13 @@ def test_block_inductor(pool2: RankPool) -> None:
         assert run.worst < 0.05 and [d.packs for d in run.gathers()] == [(3,), (2,)]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", full_but(["tensorwise"], ["tensorwise", "delayed"]))
 def test_one_scale_for_each_tensor(pool2: RankPool, recipe: str) -> None:
     for run in pool2.run(run_model, LLAMA, {"dtype": BF16}, {**FORCE, "fp8": {"recipe": recipe, "state": "packs"}}):
         assert all(d.packs == () and "each operand has one scale" in d.detail for d in run.gathers())
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("is_checkpointed", full_but([True], [False, True]))
 def test_steps(pool2: RankPool, is_checkpointed: bool) -> None:
     """Cached casts follow the weights through optimizer steps, microbatches, swapped weights and checkpoints."""
     for run in pool2.run(run_steps, ROWWISE, is_checkpointed):

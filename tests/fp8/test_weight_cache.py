@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ub_overlap.runtime.ops  # noqa: F401  (registers the ops)
 from tests.harness.later_steps import compiled_before
+from tests.harness.tiers import full_but
 from tests.models.compare import uncached
 from ub_overlap.compiler.fp8.state.cached_weights import copy_returned_casts
 from ub_overlap.runtime.extension import extension
@@ -256,7 +257,8 @@ def test_cast_once_a_step(recipe: str, again: bool, casts: list[Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.tier("full")
+@pytest.mark.parametrize("again", full_but([False], [False, True]))
 def test_inductor_leaves_them_alone(again: bool, casts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor computes into memory that it takes for free (here: wherever it may), and what a graph returns counts as its own
     in the next."""

@@ -98,7 +98,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 @pytest.mark.tier("test")
 @pytest.mark.parametrize("machine", [TwoProcesses, CudaWords])
-@pytest.mark.parametrize("ranks", full_but([3, 4], [3, 4, 8]))
+@pytest.mark.parametrize("ranks", full_but([3], [3, 4, 8]))
 def test_two_processes_serve_each_other(ranks: int, machine: type[TwoProcesses]) -> None:
     """Calls of one kind, and of two kinds in turn, end in every process, with data of the same call."""
     samples = [mirror(build(key, 0)) for chunks in ((0, 2, 2 * ranks) if ranks < 8 else (0, 9)) for key in keys(ranks, chunks)]

@@ -15,6 +15,7 @@ ALL_REDUCES = 5
 """Of a graph: the embedding's and two of each of the two layers. Each has a norm behind it; the logits are gathered."""
 
 
+@pytest.mark.tier("full")
 def test_tokens_are_the_same() -> None:
     """With a static cache the decode step is a graph, with a dynamic one the prompt too, and the lengths are symbols."""
     pytest.importorskip("transformers")

@@ -24,6 +24,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.tier("full")
 def test_forms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Each form sends what it must, in bf16; gradients of a ring travel in fp32. Repeated heads travel once."""
     step = plan(capsys, "--cp", str(RANKS), "--html", str(tmp_path / "page.html"))
@@ -57,6 +58,7 @@ def test_with_tensor_and_data_parallelism(capsys: pytest.CaptureFixture[str]) ->
     assert form["bytes_sent"] == 4 * 2 * (SEQ // 2) * KV_HEADS // 2 * WIDTH
 
 
+@pytest.mark.tier("full")
 def test_a_stage_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     step = plan(capsys, "--cp", "2", "--pp", "2", "--microbatches", "4", "--cp-form", "ulysses")
     assert step["block"]["cp_form"] == "ulysses" and {s["kind"] for s in step["sites"]} == {"all_to_all"}

@@ -43,6 +43,7 @@ def exchanges(step: dict[str, Any], phase: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.tier("full")
 def test_a_shared_expert_hides_the_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
     """Without one a forward has only the sort of rows, next to the dispatch. Weight gradients hide the backward of the dispatch
     in both."""
@@ -69,6 +70,7 @@ def test_a_shared_expert_hides_the_exchanges(capsys: pytest.CaptureFixture[str])
     assert shares[0] < shares[1] < 1
 
 
+@pytest.mark.tier("full")
 def test_next_to_tensor_and_data_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks of tensor parallelism share experts, too; two ranks have the same experts, whose weights are sharded."""
     step = planned(capsys, *LAYER, *SHARED, "--tp", "2", "--dp", "8", "--ep", "8", "--ranks-per-host", "16")
@@ -84,6 +86,7 @@ WIDE = ["--hidden", "5120", "--ffn", "1536", "--heads", "128", "--seq", "4096", 
 """A layer like those of DeepSeek-V2."""
 
 
+@pytest.mark.tier("full")
 def test_halves_of_the_tokens_across_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     """Each exchange of a half may be hidden by experts of the other one. Within a host, weight gradients that are added twice
     take what that saves."""
@@ -135,6 +138,7 @@ def test_what_cannot_be_planned(arguments: list[str], message: str, capsys: pyte
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.tier("full")
 def test_a_saved_plan_is_what_compiling_the_block_gives(pool2: RankPool, tmp_path: Path) -> None:
     """A compiled block has the sites of its saved plan, with the requested strategies."""
     path, forced = str(tmp_path / "plan.json"), tmp_path / "rules.json"

@@ -17,6 +17,7 @@ from torch.fx import symbolic_trace
 
 from tests.compiler.rank_compile import decisions_of
 from tests.harness.ranks import PATIENCE_S, RankPool
+from tests.harness.tiers import full_but
 from ub_overlap.cli import main
 from ub_overlap.compiler.plan.decision import Decision, SiteSizes
 from ub_overlap.compiler.plan.plan import Plan
@@ -65,7 +66,7 @@ def test_matmuls_count_where_they_run() -> None:
         assert work is not None and (work.kind, work.matmuls) == (kind, left)
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("full")
 def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
     """Planning works outside the checkout, and the sums of the 70B block are plausible.
 
@@ -106,7 +107,8 @@ def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
     assert step["step"]["none_us"] == pytest.approx(13060, rel=0.15), "compiled without overlap, measured"
 
 
-@pytest.mark.parametrize("profile", ["h200", "h100"])
+@pytest.mark.tier("full")
+@pytest.mark.parametrize("profile", full_but(["h200"], ["h200", "h100"]))
 def test_sizes_with_a_model_and_layers(capsys: pytest.CaptureFixture[str], profile: str) -> None:
     wanted = ["--seq", "1024", "--tp", "4", "--layers", "2", "--memory-budget", "0"]
     assert main(["plan", "--model", "llama-8b", "--profile", profile, "--json", *wanted]) == 0
@@ -118,6 +120,7 @@ def test_sizes_with_a_model_and_layers(capsys: pytest.CaptureFixture[str], profi
     assert len(step["sites"]) == 2 * (4 + 6), "the shard is gathered again in backward"
 
 
+@pytest.mark.tier("full")
 def test_data_parallelism_over_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     """Weights of 64 hosts are gathered over the network: split, or left alone; more hosts take longer."""
     before = settings.current()
@@ -135,6 +138,7 @@ def test_data_parallelism_over_hosts(capsys: pytest.CaptureFixture[str]) -> None
     assert settings.current() is before
 
 
+@pytest.mark.tier("full")
 def test_hierarchical_collectives_of_many_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     """The ring of 512 ranks is long: gathers run across hosts first. That of 64 is shorter: only gradients gain by halves."""
     sizes = ["--hidden", "2048", "--ffn", "4096", "--heads", "16", "--seq", "4096", "--min-bytes", "0", "--json"]
@@ -175,6 +179,7 @@ def test_what_cannot_be_planned(arguments: list[str], message: str, capsys: pyte
     assert message in text
 
 
+@pytest.mark.tier("full")
 def test_a_plan_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "plan.json")
     sizes = flags(replace(SMALL, tp=4))
@@ -215,7 +220,8 @@ def compiled(rank: int, world: int, sizes: PlannedBlock, path: str, inner: str) 
     return [(d.id, d.kind.value, str(d.strategy), d.module) for d in decisions]
 
 
-@pytest.mark.parametrize(("gated", "inner"), [(True, "inductor"), (False, "aot_eager")])
+@pytest.mark.tier("full")
+@pytest.mark.parametrize(("gated", "inner"), full_but([(False, "aot_eager")], [(True, "inductor"), (False, "aot_eager")]))
 def test_a_saved_plan_is_what_compiling_the_block_gives(pool2: RankPool, tmp_path: Path, gated: bool, inner: str) -> None:
     """A compiled block has the sites of its saved plan.
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but
 
 from . import rank_abandoned as work
 
@@ -19,7 +20,7 @@ def test_all_ranks_leave(pools: dict[int, RankPool], strategy: str) -> None:
     assert pools[2].run(work.all_leave, strategy) == [[], []]
 
 
-@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("collective", full_but(["all_reduce"], ["all_gather", "reduce_scatter", "all_reduce"]))
 @pytest.mark.parametrize("strategy", ["bulk", "none"])
 def test_one_rank_leaves(pools: dict[int, RankPool], collective: str, strategy: str) -> None:
     """The look-alike: the others have finished. No rank goes on with data of another step: all get an error with the site."""

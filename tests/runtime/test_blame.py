@@ -6,6 +6,7 @@ import pytest
 
 from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but, in_full
 
 from . import rank_blame
 
@@ -19,8 +20,8 @@ TIMEOUT, MISMATCH = ("PeerTimeoutError",), ("SiteMismatchError",)
     ("kind", "how", "victim", "expected"),
     [
         ("AR", "late", 0, TIMEOUT),
-        ("RS", "late", 3, TIMEOUT),
-        ("AG", "stopped", 2, TIMEOUT),
+        in_full(("RS", "late", 3, TIMEOUT)),
+        in_full(("AG", "stopped", 2, TIMEOUT)),
         ("AR", "stopped", 1, TIMEOUT),
         ("AR", "skips the last", 2, TIMEOUT),
         ("AG", "skips one", 1, MISMATCH),
@@ -43,7 +44,7 @@ def test_a_killed_rank() -> None:
         assert (outcomes[rank].value["error"], outcomes[rank].value["ranks"]) == ("PeerTimeoutError", (2,)), outcomes[rank]
 
 
-@pytest.mark.parametrize("where", ["op", "bind"])
+@pytest.mark.parametrize("where", full_but(["bind"], ["op", "bind"]))
 def test_a_job_that_was_stopped(pools: dict[int, RankPool], where: str) -> None:
     for found in pools[2].run(rank_blame.all_stopped, where, 2.0):
         assert found["error"] == "", found

@@ -9,6 +9,7 @@ import pytest
 
 from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but
 
 from . import rank_failures
 
@@ -126,7 +127,7 @@ def test_bad_arguments(pools: dict[int, RankPool]) -> None:
     assert pools[2].run(rank_failures.bad_arguments) == [[]] * 2
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", full_but([False], [False, True]))
 def test_errors_come_out_of_backward(pools: dict[int, RankPool], compiled: bool) -> None:
     found = pools[2].run(rank_failures.in_backward, compiled)[0]
     assert (found["error"], found["ranks"], found["ours"]) == ("PeerTimeoutError", (1,), True), found
@@ -150,7 +151,7 @@ def test_killed(how: str) -> None:
         assert "epoch" not in outcomes[rank].value[0]["text"]
 
 
-@pytest.mark.parametrize("how", ["SIGSTOP", "SIGSTOP-during"])
+@pytest.mark.parametrize("how", full_but(["SIGSTOP-during"], ["SIGSTOP", "SIGSTOP-during"]))
 def test_stopped(how: str) -> None:
     outcomes = observe_ranks("tests.runtime.rank_failures:dies", 3, args=(how, 3.0), wait_for=(0, 2))
     for rank in (0, 2):
@@ -167,7 +168,7 @@ def test_killed_while_binding() -> None:
     assert found["seconds"] < SLACK
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("how", full_but(["SIGKILL"], ["SIGKILL", "SIGSTOP"]))
 def test_the_host_of_the_store(how: str) -> None:
     """The session has a deadline for a Store that does not answer. c10d has none."""
     init_s = 3.0 if how == "SIGSTOP" else 60.0

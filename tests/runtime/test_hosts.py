@@ -60,6 +60,7 @@ def test_a_rank_that_dies_between() -> None:
     assert found["seconds"] < SLACK
 
 
+@pytest.mark.tier("full")
 def test_a_rank_that_stays_away(pools: dict[int, RankPool]) -> None:
     """The wait ends at the deadline of a step, and the ranks that wait know who does not."""
     for found in pools[3].run(rank_hosts.stays_away, STEP)[:2]:

@@ -56,6 +56,7 @@ def test_a_rank_that_does_not_come(pools: dict[int, RankPool]) -> None:
     assert last == ""
 
 
+@pytest.mark.tier("full")
 def test_arena_of_a_large_block(pools: dict[int, RankPool]) -> None:
     """A slot is exactly one activation, [8192, 8192] bf16, for any number of ranks (S = H = 8192)."""
     for found in pools[2].run(work.block, 1, 8192, 8192):

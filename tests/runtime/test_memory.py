@@ -10,6 +10,7 @@ import pytest
 from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
 from tests.harness.shared_memory import list_processes_with_mappings
+from tests.harness.tiers import in_full
 from ub_overlap.runtime.session.host import host_id
 from ub_overlap.runtime.session.topology import Topology, choose_transport
 
@@ -97,7 +98,9 @@ def test_what_ranks_must_share(other: str, reason: str) -> None:
     assert found.reason == (f"its ranks do not share memory ({reason})" if reason else "")
 
 
-@pytest.mark.parametrize(("flags", "differing"), [(["-i"], ""), (["-p"], "pid namespaces"), (["-T"], "time namespaces")])
+@pytest.mark.parametrize(
+    ("flags", "differing"), [in_full((["-i"], "")), (["-p"], "pid namespaces"), in_full((["-T"], "time namespaces"))]
+)
 def test_host_id_in_a_namespace(flags: list[str], differing: str) -> None:
     """Ranks in pid or time namespaces of their own are distinguished; IPC namespaces do not matter."""
     program = "from ub_overlap.runtime.session.host import host_id; print(host_id('cpu'))"

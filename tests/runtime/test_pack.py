@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import ub_overlap
 from tests.compiler.rank_compile import FORCE, INDUCTOR, build
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import INNER
 from tests.models.compare import uncached, values
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime import ops  # noqa: F401  (registers packed_weight)
@@ -258,7 +259,7 @@ def trained(rank: int, world: int, options: dict[str, Any]) -> tuple[list[str], 
     return wrong, [(d.id, d.pack_bytes or 0) for plan in HISTORY.since(mark) for d in plan.decisions if d.packs]
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 def test_packed_model(pool2: RankPool, inner: str) -> None:
     """A gather copies no weight, a sum only its left operands; moved weights give the same results."""
     options = {**(FORCE if inner == "aot_eager" else INDUCTOR), "pack": "force"}

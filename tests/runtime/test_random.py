@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
@@ -81,6 +82,7 @@ def program(rank: int, world: int, size: int, calls: list[Call], seed: int) -> l
         rank_ops.group = plain
 
 
+@pytest.mark.tier("full")
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(size=st.integers(1, 8), calls=st.lists(CALLS, min_size=1, max_size=6), seed=st.integers(0, 10**6))
 def test_random_programs(pools: dict[int, RankPool], size: int, calls: list[Call], seed: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.point_to_point.send_order import Outgoing, SendOrder
 
@@ -30,13 +31,14 @@ def test_a_v_of_stages_that_overlaps_forward_and_backward(pools: dict[int, RankP
     assert pools[2].run(ranks.order_of_messages) == [[], []]
 
 
+@pytest.mark.tier("full")
 def test_ranks_that_are_late_at_random(pools: dict[int, RankPool]) -> None:
     """By hand for longer: python -m tests.soak pipeline."""
     assert pools[4].run(ranks.delayed_steps, 2, 4) == [[]] * 4
 
 
 @pytest.mark.tier("test")
-@pytest.mark.parametrize(("how", "name"), [("kill", "Interleaved1F1B"), ("stop", "1F1B"), ("drop", "ZBVZeroBubble")])
+@pytest.mark.parametrize(("how", "name"), [("kill", "Interleaved1F1B"), ("stop", "1F1B"), in_full(("drop", "ZBVZeroBubble"))])
 def test_a_stage_that_fails_within_a_schedule(how: str, name: str) -> None:
     """Every other rank's error names it within twice the deadline, and which message waited."""
     survivors = (0, 2, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 
 from . import rank_stage_data_parallel as ranks
 
@@ -13,12 +14,12 @@ from . import rank_stage_data_parallel as ranks
     ("name", "kind"),
     [
         ("1F1B", "ddp"),
-        ("Interleaved1F1B", "ddp"),
-        ("ZBVZeroBubble", "unused"),
+        in_full(("Interleaved1F1B", "ddp")),
+        in_full(("ZBVZeroBubble", "unused")),
         ("ZBVZeroBubble", "blocks"),
         ("Interleaved1F1B", "fsdp"),
-        ("ZBVZeroBubble", "fsdp"),
-        ("ZBVZeroBubble", "low_precision"),
+        in_full(("ZBVZeroBubble", "fsdp")),
+        in_full(("ZBVZeroBubble", "low_precision")),
     ],
 )
 def test_gradients_are_those_of_one_process(pools: dict[int, RankPool], name: str, kind: str) -> None:
