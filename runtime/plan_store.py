@@ -8,6 +8,7 @@ still names the plan's digest. So the plan text is stored next to the caches, un
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import re
@@ -19,6 +20,10 @@ from . import stored_file
 log = logging.getLogger(__name__)
 
 _DIGEST = re.compile(r"[0-9a-f]{8,64}\Z")
+_PLAN_FILE, _GRAPHS_FILE = re.compile(r"[0-9a-f-]+\.json"), re.compile(r"[0-9a-f-]+\.graphs")
+MOST_PLANS = 8192
+MOST_BYTES = 512 << 20
+"""Plans that stay, and bytes of plans and of graphs. A plan that was removed is missing from reports of warm compile caches."""
 
 
 def directory() -> Path:
@@ -63,8 +68,16 @@ def graphs_path_of(digest: str) -> Path:
 
 
 def save(digest: str, text: str) -> Path:
-    """Write `text` under `digest`."""
-    return stored_file.write(path_of(digest), text)
+    """Write `text` under `digest`. The first call of a process removes the oldest plans where there are too many."""
+    path = stored_file.write(path_of(digest), text)
+    _bound(path.parent)
+    return path
+
+
+@functools.cache
+def _bound(folder: Path) -> None:
+    stored_file.remove_oldest(folder, _PLAN_FILE, MOST_PLANS, MOST_BYTES)
+    stored_file.remove_oldest(folder, _GRAPHS_FILE, MOST_PLANS, MOST_BYTES)
 
 
 def save_graphs(digest: str, data: bytes) -> Path:

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import tempfile
+import time
 import zlib
 from contextlib import suppress
 from itertools import chain
@@ -60,6 +61,27 @@ def write(path: Path, data: bytes | str) -> Path:
             os.unlink(name)
         raise
     return path
+
+
+def remove_oldest(folder: Path, name: re.Pattern[str], most_files: int, most_bytes: int, young_s: float = 0.0) -> None:
+    """Remove the oldest files of `folder` whose names match, until no more than `most_files` and `most_bytes` are left.
+
+    Files of the last `young_s` seconds stay. Other processes may do the same at the same time. No error is raised.
+    """
+    files: list[tuple[float, int, Path]] = []
+    with suppress(OSError):
+        for file in folder.iterdir():
+            if name.fullmatch(file.name):
+                with suppress(OSError):
+                    status = file.lstat()
+                    files.append((status.st_mtime, status.st_size, file))
+    files.sort(reverse=True)
+    total, before = 0, time.time() - young_s
+    for number, (changed, size, file) in enumerate(files):
+        total += size
+        if (number >= most_files or total > most_bytes) and changed < before:
+            with suppress(OSError):
+                file.unlink()
 
 
 def as_file_name(text: str) -> str:

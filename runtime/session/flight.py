@@ -38,6 +38,9 @@ VERSION = 1
 KEPT_FILES = 64
 KEPT_S = 86400.0
 """The newest files of a host are kept, and those younger than a day: one fault may write a file for each of many ranks."""
+MOST_FILES = 4096
+MOST_BYTES = 256 << 20
+"""What a host keeps at most, however young."""
 FIELDS = ("number", "epoch", "state", "op", "site", "strategy", "shapes", "enqueued_s", "started_s", "ended_s")
 """Of a call. Times: seconds since 1970, 0 where the call is not there yet."""
 _DUMPED = (errors.RankError, errors.GroupAbortedError, errors.ArenaError)
@@ -145,18 +148,10 @@ def _host() -> str:
 
 
 def _remove_old_files(directory: Path) -> None:
-    """Remove old files that this host wrote. Its other ranks may do the same at the same time."""
+    """Remove old files that this host wrote."""
     name = re.compile(rf"rank-?\d+-{re.escape(_host())}-\d+\.json")
-    times: dict[Path, float] = {}
-    with contextlib.suppress(OSError):
-        for file in directory.iterdir():
-            if name.fullmatch(file.name):
-                with contextlib.suppress(OSError):
-                    times[file] = file.stat().st_mtime
-    for file in sorted(times, key=lambda file: times[file])[:-KEPT_FILES]:
-        if times[file] < time.time() - KEPT_S:
-            with contextlib.suppress(OSError):
-                file.unlink()
+    stored_file.remove_oldest(directory, name, KEPT_FILES, MOST_BYTES, young_s=KEPT_S)
+    stored_file.remove_oldest(directory, name, MOST_FILES, MOST_BYTES)
 
 
 def attach(error: BaseException) -> None:

@@ -33,9 +33,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="young-flight-records-are-removed",
-        file="runtime/session/flight.py",
-        old="if times[file] < time.time() - KEPT_S:",
-        new="if times[file] > time.time() - KEPT_S:",
+        file="runtime/stored_file.py",
+        old="total > most_bytes) and changed < before:",
+        new="total > most_bytes) and changed > before:",
         fault="files of the last day are removed, older ones stay",
         tests=("tests/runtime/test_flight.py::test_old_files_of_this_host_are_removed",),
     ),
