@@ -62,7 +62,9 @@ def _guarded(check: Any) -> Any:
 
 
 def _system() -> dict[str, Any]:
-    found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count()}
+    kernel = os.uname()  # platform.platform() starts a process
+    name = "-".join((kernel.sysname, kernel.release, kernel.machine, "with", "".join(platform.libc_ver())))
+    found: dict[str, Any] = {"python": platform.python_version(), "platform": name, "cpus": os.cpu_count()}
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
         sizes = dict(line.split(":") for line in file)
         found["memory_free"] = 1024 * int(sizes.get("MemAvailable", "0").split()[0])

@@ -1,4 +1,8 @@
-"""Remove secrets from text that leaves the machine: values of secret variables, tokens, passwords in URLs, the home folder."""
+"""Remove secrets from text that leaves the machine: values of secret names, tokens, passwords in URLs, the home folder.
+
+What is assigned to a name that may be a secret's stays only if it cannot be one: a number, True, False, None or nothing. A long
+word of random letters and digits stays only in a path or as a part of a longer name.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,34 @@ import re
 from pathlib import Path
 
 REDACTED = "<redacted>"
-_SECRET_NAME = r"[\w.-]*(?:token|secret|passw(?:or)?d|passphrase|credentials?|(?:api|access|private|secret)[_-]?key|auth)"
+_SECRET_NAME = (
+    r"[\w.-]*?(?:token|secret|passw(?:or)?d|passphrase|pwd|pgpass|(?<![a-z])pass|credentials?|auth|authorization|jwt|cookie|sig|signature"
+    r"|(?:api|access|private|secret|account|shared|ssh|encryption|license|storage)[\w-]*?key)"
+)
 _START = r"(?<![\w.-])"  # of a name; keeps the search linear in the length of a word
-_VALUE = r"(?!\d+(?:\.\d*)?(?:[\s\"',;}\])]|$))[^\s\"',;]+"
-"""Any value but a number, which is no secret: logs have lines like "pad_token: 0"."""
+_QUOTE = r"\\*[\"']"  # of JSON in JSON, too
+_HARMLESS = r"(?:\d+(?:\.\d*)?|True|False|None|true|false|null)(?:[\s\"',;}\])\\&]|$)"
+_VALUE = rf"(?!{_HARMLESS})(?:(?:Token|Bearer|Basic|ApiKey)\s+)?[^\s\"',;&\\]+"
+"""A word that may be a secret. Logs have lines like "pad_token: 0"."""
+_QUOTED = rf"(?P<quote>{_QUOTE})(?!{_HARMLESS})(?!(?P=quote)).*?(?P=quote)"
+_RANDOM_WORD = r"(?<![\w/+=.-])(?=[A-Za-z+=]*\d)(?=[a-z0-9+=]*[A-Z])(?=[A-Z0-9+=]*[a-z])[A-Za-z0-9+=]{32,}(?![\w/.-])"
 _IS_SECRET = re.compile(rf"{_SECRET_NAME}(?:_.*)?", re.IGNORECASE)
 _PATTERNS = (
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/\"]+@", re.IGNORECASE), rf"\1{REDACTED}@"),
-    (re.compile(rf"({_START}{_SECRET_NAME}[\"']?\s*[=:]\s*[\"']?){_VALUE}", re.IGNORECASE), rf"\1{REDACTED}"),
-    (re.compile(rf"({_START}--{_SECRET_NAME}[\"']?,?\s+[\"']?)(?!-){_VALUE}", re.IGNORECASE), rf"\1{REDACTED}"),
     (re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}"), rf"\1 {REDACTED}"),
+    (
+        re.compile(rf"({_START}{_SECRET_NAME}(?:{_QUOTE})?\s*[=:]\s*){_QUOTED}", re.IGNORECASE),
+        rf"\1\g<quote>{REDACTED}\g<quote>",
+    ),
+    (
+        re.compile(rf"({_START}{_SECRET_NAME}(?:{_QUOTE})?\s*[=:]\s*)(?!\\*[\"'])(?!Bearer <|Basic <){_VALUE}", re.IGNORECASE),
+        rf"\1{REDACTED}",
+    ),
+    (re.compile(rf"({_START}--{_SECRET_NAME}[\"']?,?\s+[\"']?)(?!-){_VALUE}", re.IGNORECASE), rf"\1{REDACTED}"),
+    (re.compile(r"\beyJ[\w-]{5,}\.[\w-]{5,}(?:\.[\w-]*)?"), REDACTED),
     (re.compile(r"\b(hf_|ghp_|gho_|ghs_|github_pat_|glpat-|sk-|xox[abp]-|AKIA|ASIA)[\w-]{8,}"), REDACTED),
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), REDACTED),
+    (re.compile(_RANDOM_WORD), REDACTED),
 )
 
 
