@@ -25,7 +25,8 @@ _LIBRARIES = (
 """Packages, folders and files that run between a user's line and a collective. Model code of a library is not among them."""
 _LIBRARY = re.compile(rf"/(?:site|dist)-packages/(?:{'|'.join(map(re.escape, _LIBRARIES))})(?:/|$)")
 
-_CELL = re.compile(r"\.__closure__\[\d+\]\.cell_contents")
+_NO_MODULE = re.compile(r"\.__closure__\[\d+\]\.cell_contents|\.\w+\.__self__")
+"""Steps between a function and a module: a variable of its closure, and the module whose method it is."""
 _PART = re.compile(r"\['([^']*)'\]|\[(\w+)\]|(\w+)")
 _WRAPPERS = {"_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Parts of a path that are no names of modules."""
@@ -59,7 +60,7 @@ def _innermost_source(node: Node) -> str:
 @lru_cache(maxsize=4096)
 def _module_paths(source: str) -> tuple[str, str]:
     """Return (path, path without the variable) of a module that Dynamo found at `source`."""
-    parts = [next(filter(None, groups)) for groups in _PART.findall(_CELL.sub("", source)) if any(groups)]
+    parts = [next(filter(None, groups)) for groups in _PART.findall(_NO_MODULE.sub("", source)) if any(groups)]
     is_variable = len(parts) > 1 and parts[0] in ("L", "G")
     parts = [part for part in parts[is_variable:] if part not in _WRAPPERS]
     for root in _ROOTS:

@@ -42,6 +42,8 @@ HERE = Path(__file__).name
         ("L['models']['student'].w1", ("models.student.w1", "student.w1")),
         ("L['layers'][3].w1", ("layers.3.w1", "3.w1")),
         ("layers.0", ("layers.0",)),
+        ("L['self'].layers.0.attention.forward.__self__.wqkv", ("layers.0.attention.wqkv",)),
+        ("L['block'].forward.__self__.mlp", ("block.mlp", "mlp")),
     ],
 )
 def test_paths_of_dynamo_sources(source: str, paths: tuple[str, ...]) -> None:
