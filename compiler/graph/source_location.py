@@ -19,8 +19,8 @@ from ub_overlap import _torch_compat as compat
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.*)')
 _LIBRARIES = (
-    "torch", "torchao", "accelerate", "einops", "ub_overlap", "transformers/integrations", "transformers/utils",
-    "transformers/modeling_layers.py", "torchtitan/distributed", "megatron/core/tensor_parallel",
+    "torch", "torchao", "accelerate", "einops", "ub_overlap", "transformers/distributed", "transformers/integrations",
+    "transformers/utils", "transformers/modeling_layers.py", "torchtitan/distributed", "megatron/core/tensor_parallel",
 )  # fmt: skip
 """Packages, folders and files that run between a user's line and a collective. Model code of a library is not among them."""
 _LIBRARY = re.compile(rf"/(?:site|dist)-packages/(?:{'|'.join(map(re.escape, _LIBRARIES))})(?:/|$)")
