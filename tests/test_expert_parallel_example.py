@@ -31,7 +31,7 @@ def run(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
 def test_gradients_of_the_first_step(request: pytest.FixtureRequest, world: int, halves: bool) -> None:
     """One layer, whole or in two halves of its tokens; its counts are not split."""
     pool: RankPool = request.getfixturevalue(f"pool{world}")
-    flags = "--device cpu --inner aot_eager --strategy split --check --layers 1 --steps 3 --tokens 24 --width 32 --hidden 48"
+    flags = "--device cpu --inner aot_eager --check --layers 1 --steps 3 --tokens 24 --width 32 --hidden 48"
     results = pool.run(run, [*flags.split(), "--split-tokens", "force" if halves else "off"])
     for result in results:
         assert result["gradient_error"] < 2e-2  # experts in bf16

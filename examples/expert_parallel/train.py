@@ -1,7 +1,7 @@
 """Train MoE layers with expert parallelism, compiled by ub_overlap.
 
     torchrun --nproc-per-node 2 -m examples.expert_parallel.train
-    torchrun --nproc-per-node 2 -m examples.expert_parallel.train --device cpu --inner aot_eager --strategy split --check
+    torchrun --nproc-per-node 2 -m examples.expert_parallel.train --device cpu --inner aot_eager --check
 
 Each rank has tokens of its own and E / R experts. The other weights are equal on all ranks, and their gradients are summed
 after backward. --check compares the first step with one process that has all experts and all tokens; take one layer, since
@@ -35,7 +35,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64, help="of a rank")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--strategy", help='of the all_to_alls: "split" or "none" (default: as predicted)')
+    parser.add_argument(
+        "--strategy", choices=("split", "none", "auto"), default="split",
+        help='of the all_to_alls; "auto": as predicted, which leaves small ones alone',
+    )  # fmt: skip
     parser.add_argument(
         "--split-tokens", choices=("auto", "force", "off"), default="auto", help="layers in two halves of tokens"
     )
@@ -85,7 +88,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     assert group is not None
     device = torch.device(f"cuda:{torch.cuda.current_device()}" if args.device == "cuda" else "cpu")
     model = build(args.width, args.hidden, args.experts, args.top, args.layers, group).to(device)
-    overrides = [{"kind": "all_to_all", "strategy": args.strategy}] if args.strategy else None
+    overrides = [{"kind": "all_to_all", "strategy": args.strategy}] if args.strategy != "auto" else None
     for layer in model:
         ub_overlap.tokenwise(layer)  # routes know no capacity limit: each token is computed by itself
     options: dict[str, Any] = {

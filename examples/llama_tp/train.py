@@ -1,4 +1,4 @@
-"""One rank of the demo: train a model eager and compiled, alternating step by step on the same batches."""
+"""One rank of the demo (demo.py starts them): train a model eager and compiled, step by step on the same batches."""
 
 from __future__ import annotations
 
@@ -138,3 +138,7 @@ def train(rank: int, settings: TrainingSettings, rendezvous: str, deliver: Calla
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    raise SystemExit("train.py is one rank of the demo, which demo.py starts: python examples/llama_tp/demo.py")

@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
+import ub_overlap
+
 from .model import ResidualMlp, build_stages, make_blocks, names_of_blocks
 
 LEARNING_RATE = 0.1
@@ -143,6 +145,8 @@ def main() -> None:
         print(f"losses {', '.join(f'{loss:.6f}' for loss in result['losses'])}")
         error, gradients = result["loss_error"], result["gradient_error"]
         print(f"largest errors against one process: losses {error:.1e}, gradients of the first step {gradients:.1e}")
+        if flags.compile and flags.tp > 1:
+            print(ub_overlap.reports())
     dist.destroy_process_group()
 
 

@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=5)
     flags = parser.parse_args()
+    flags.folder.mkdir(parents=True, exist_ok=True)
     # Restarts share the Store of torchrun, which holds the addresses of the killed start. So each start has its own prefix.
     # Each node counts its own failures only: several nodes need another prefix (docs/guide/recovery.md).
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
