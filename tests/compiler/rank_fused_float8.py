@@ -88,6 +88,15 @@ def not_clamped(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Te
     return cast(rows, bias[:1].float().abs() + 0.01, limit=240.0)
 
 
+def clamped_above(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """Numbers below the format's range become NaN there, and its least number in a kernel that clamps."""
+    rows, _ = normed(x, w, residual, weight)
+    if rows.dtype is torch.float64:
+        return rows
+    scale = bias[:1].float().abs() + 0.01
+    return (rows.float() * scale.reciprocal()).clamp(max=F).to(E4M3).float() * scale
+
+
 def zero_row(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
     """The amax of a row of zeros has no reciprocal."""
     rows, _ = normed(x, w, residual, weight)
@@ -104,6 +113,7 @@ FORMS: dict[str, tuple[Form, str]] = {
     "rows_read": (rows_read, "the norm's result has other readers"),
     "columns": (columns, "no"),
     "not_clamped": (not_clamped, "no"),
+    "clamped_above": (clamped_above, "no"),
     "zero_row": (zero_row, "no"),
 }
 """By name: the function, and why the cast is not part of the op: "" where it is, "no" where the report does not say."""

@@ -336,7 +336,6 @@ def check_exchanges(outcome: Comparison) -> None:
     assert {strategy for _, strategy, _ in exchanges} == {"split"}
 
 
-@pytest.mark.tier("full")
 def test_inductor_keeps_exchanges_that_nothing_reads(pool2: RankPool) -> None:
     """On a rank without tokens nothing reads the results of experts, but its peer waits for the exchange."""
     options = {**SPLIT, "inner": "inductor"}

@@ -329,7 +329,6 @@ def test_choices_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_both(monkeypatch, up=(nn.Linear(WIDTH, 16), nn.Linear(WIDTH, 16, bias=False))) == [True, True]
 
 
-@pytest.mark.tier("full")
 def test_choices_of_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes, gradients and options are other choices."""
     monkeypatch.setattr(choose_halves, "_CHOSEN", {})

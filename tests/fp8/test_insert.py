@@ -141,6 +141,7 @@ def test_filter(pool2: RankPool) -> None:
         assert {c.module.rpartition(".")[2] for c in run.casts if c.recipe} == {"w3"}
         refused = [c for c in run.casts if c.reason is Reason.FILTERED]
         assert len(refused) == 6 * 3 and all("the fp8 filter refuses" in c.detail for c in refused)
+        assert any(c.detail.endswith("w1 [48, 64]") for c in refused)  # of this rank, as nn.Linear has it
         assert {d.dtype for d in run.decisions if "all_gather" in d.kind.value} == {"bfloat16"}
         assert all(b < 0.2 for _, b in run.errors.values())
 

@@ -56,11 +56,11 @@ MUTATIONS = (
         tests=("tests/runtime/test_fused.py::test_any_order_with_delays", "tests/runtime/test_fused.py"),
     ),
     Mutation(
-        name="addend-is-added-with-each-term",
+        name="addend-is-added-with-the-second-term",
         file="csrc/core/call.cpp",
         old="const bool first = step.index == 0 && addend.data != nullptr;",
-        new="const bool first = addend.data != nullptr;",
-        fault="a bias is added once for each matmul of a sum",
+        new="const bool first = step.index == 1 && addend.data != nullptr;",
+        fault="a bias is not added to a product of one matmul",
         tests=(f"{OPS}::test_values", OPS),
     ),
     Mutation(
@@ -101,7 +101,10 @@ MUTATIONS = (
         old="return votes_for(theirs) > votes_for(own) ?",
         new="return votes_for(theirs) < votes_for(own) ?",
         fault="a mismatch names the ranks that agree, not the odd one",
-        tests=("tests/runtime/test_failures.py::test_other_sites",),
+        tests=(
+            "tests/runtime/test_failures.py::test_other_sites",
+            "tests/runtime/test_blame.py::test_every_error_names_the_victim",
+        ),
     ),
     Mutation(
         name="every-second-piece-is-sent-again",

@@ -41,20 +41,12 @@ MUTATIONS = (
         tests=("tests/fp8/test_fused_casts.py::test_samples_count_rows_over_all_dims",),
     ),
     Mutation(
-        name="unneeded-amaxes-move-with-casts",
-        file="compiler/fp8/hoist/gather_readers.py",
-        old="if not (has_row_casts if granularity is Granularity.ROW else n in needed)",
-        new="if granularity is not Granularity.ROW and n not in needed",
-        fault="amaxes of rows that no cast reads count as scales",
-        tests=("tests/fp8/test_insert.py::test_casts_after_a_gather",),
-    ),
-    Mutation(
         name="lower-bound-of-a-cast-is-lost",
         file="compiler/fp8/cast_nodes.py",
         old="e.call(aten.clamp_min.default, wide, -largest), largest)",
         new="wide, largest)",
         fault="numbers below the range become NaN",
-        tests=("tests/fp8/test_numerics.py", "tests/fp8/test_fused_casts.py"),
+        tests=("tests/fp8/test_cast_nodes.py",),
     ),
     Mutation(
         name="missing-keys-are-called-unknown",

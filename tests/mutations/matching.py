@@ -183,6 +183,6 @@ MUTATIONS = (
         old='if node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1 or len(args) > 3:',
         new='if node.kwargs.get("beta", 1) != 1 or len(args) > 3:',
         fault="the factor of an addmm is dropped",
-        tests=(LOOKALIKES,),
+        tests=("tests/compiler/test_matmul_nodes.py",),
     ),
 )

@@ -106,8 +106,8 @@ MUTATIONS = (
     Mutation(
         name="secret-flags-stay",
         file="src/ub_overlap/cli/redact.py",
-        old='(?!-){_VALUE}", re.IGNORECASE), rf"\\1{REDACTED}"),\n    (re.compile(r"\\b(Bearer',
-        new='(?=-){_VALUE}", re.IGNORECASE), rf"\\1{REDACTED}"),\n    (re.compile(r"\\b(Bearer',
+        old='\\s+[\\"\']?)(?!-){_VALUE}"',
+        new='\\s+[\\"\']?)(?=-){_VALUE}"',
         fault="a bundle has the value of --api-key",
         tests=("tests/cli/test_bundle.py::test_redaction",),
     ),

@@ -105,12 +105,11 @@ def _judge(verdict: Verdict, run: TestRun) -> Verdict:
     verdict = replace(verdict, seconds=round(verdict.seconds + run.seconds, 1))
     if run.code is None:
         return replace(verdict, why=f"more than {run.seconds:.0f} s (--limit)")  # a test that hangs ends after 300 s
-    if run.code == 0:
+    if run.code in (0, _NO_TESTS):  # all tests of a file may be in another tier
         return replace(verdict, status=SURVIVED)
     if run.code == 1:
         return replace(verdict, status=CAUGHT, by=run.failed[0] if run.failed else "a test that ended pytest")
-    why = "no test of it is in the selection" if run.code == _NO_TESTS else run.output[-600:]
-    return replace(verdict, why=f"pytest ended with {run.code}: {why}")
+    return replace(verdict, why=f"pytest ended with {run.code}: {run.output[-600:]}")
 
 
 def check_without(runner: TestRunner, verdicts: Sequence[Verdict]) -> list[Verdict]:

@@ -219,4 +219,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         tests=("tests/runtime/test_blame.py",),
         note="in no case of test_blame do two ranks delay the group, one silent for longer than the other",
     ),
+    Mutation(
+        name="unneeded-amaxes-move-with-casts",
+        file="compiler/fp8/hoist/gather_readers.py",
+        old="if not (has_row_casts if granularity is Granularity.ROW else n in needed)",
+        new="if granularity is not Granularity.ROW and n not in needed",
+        fault="amaxes of rows that no cast reads count as scales",
+        tests=("tests/fp8/test_insert.py::test_casts_after_a_gather",),
+        note="in no graph of rank_hoist.py does something else read the amaxes of rows beside a cast per tensor",
+    ),
 )
