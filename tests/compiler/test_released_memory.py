@@ -78,7 +78,6 @@ def late(op: Any) -> Any:
     return call
 
 
-@pytest.mark.tier("full")
 @pytest.mark.parametrize("form", full_but(["cast"], ["cast", "tanh"]))
 @pytest.mark.parametrize(("options", "release"), [in_full((SINGLE, "release_collective")), (OPTIONS, "release_coalesced")])
 def test_readers_precede_the_release(pool2: RankPool, form: str, options: dict[str, Any], release: str) -> None:

@@ -89,10 +89,10 @@ def of_rank(rank: int) -> Tensor:
     return torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(rank)).to(BF16)
 
 
-def run(rank: int, function: Any, inner: str, verify: bool = False) -> tuple[tuple[Tensor, ...], Any]:
-    """Return the results of `function`, and the decision of its collective, forced to bulk."""
+def run(rank: int, function: Any, inner: str, verify: bool = False, strategy: str = "bulk") -> tuple[tuple[Tensor, ...], Any]:
+    """Return the results of `function`, and the decision of its collective."""
     a, b = torch.randn(8, 6).to(BF16), torch.randn(6, 4).to(BF16)
-    options = {"overlap": "force", "inner": inner, "overrides": {"*": "bulk"}, "verify": verify}
+    options = {"overlap": "force", "inner": inner, "overrides": {"*": strategy}, "verify": verify}
     torch._dynamo.reset()  # the forms share one code object, and its recompilations are limited
     mark = HISTORY.mark()
     with uncached(), torch.no_grad():
@@ -127,7 +127,24 @@ def forms(rank: int, world: int, collective: str, reduce_op: str, inner: str, na
     return bad
 
 
-@pytest.mark.parametrize(("collective", "reduce_op"), [in_full(("reduce_scatter", "sum")), ("all_reduce", "avg")])
+def scaled_and_split(rank: int, world: int) -> list[float]:
+    """Return the errors of a reduction of scaled values that is split, against fp64."""
+    errors = []
+    for collective in ("reduce_scatter", "all_reduce"):
+        (out, *_), decision = run(rank, reduced("scaled", collective, "sum"), "aot_eager", strategy="split")
+        assert str(decision.strategy) == "split"
+        total = torch.stack([FORMS["scaled"](torch.sin(of_rank(r))).double() for r in range(world)]).sum(0)
+        want = total if collective == "all_reduce" else total.chunk(world)[rank]
+        errors.append(float((out.double() - want).abs().max()))
+    return errors
+
+
+def test_scalings_of_split_reductions(pool2: RankPool) -> None:
+    for errors in pool2.run(scaled_and_split):
+        assert max(errors) < 1e-5, errors
+
+
+@pytest.mark.parametrize(("collective", "reduce_op"), [("reduce_scatter", "sum"), in_full(("all_reduce", "avg"))])
 def test_forms(pool2: RankPool, collective: str, reduce_op: str) -> None:
     for bad in pool2.run(forms, collective, reduce_op, "aot_eager", list(FORMS)):
         assert not bad, "\n".join(bad)

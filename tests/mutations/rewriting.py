@@ -86,7 +86,7 @@ MUTATIONS = (
         old="value = _emit_scalings(e, c, value if c.widening else e.bitcast(value, dtype_of(c.node)))",
         new="value = value if c.widening else e.bitcast(value, dtype_of(c.node))",
         fault="a gradient is reduced without the factor that stood in front",
-        tests=("tests/compiler/test_widening_cast.py::test_forms",),
+        tests=("tests/compiler/test_widening_cast.py::test_scalings_of_split_reductions",),
     ),
     Mutation(
         name="saved-result-shares-memory-with-the-second-part",
