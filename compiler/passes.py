@@ -248,7 +248,7 @@ class RewritePass(_Pass):
             return
         self.plan = decided.plan
         HISTORY.record(decided.plan)
-        plan_announcements.announce_plan(decided.groups, decided.plan.graph, decided.plan.digest)
+        plan_announcements.announce_plan(decided.groups, decided.plan.graph, decided.plan.shared_digest)
         announce_plan(decided.plan)
         report_unmatched(decided.plan, self.options)
         recorder = SnapshotRecorder(graph, decided.plan.phase, settings.current().snapshots)

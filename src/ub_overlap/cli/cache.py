@@ -30,7 +30,7 @@ from ub_overlap.runtime.errors import OptionError
 
 from .parsers import Parser, add_verb, non_negative
 
-DIGEST = "[0-9a-f]{8,64}"
+DIGEST = "[0-9a-f]{8,64}(?:-[0-9a-f]{1,16})?"
 TEMPORARY = rf"(?:{re.escape(stored_file.TEMPORARY)}|\.plan-|\.profile-)\w+"  # the last two of earlier versions
 NAMES = {
     "plans": re.compile(rf"{DIGEST}\.(json|graphs)|{TEMPORARY}"),
