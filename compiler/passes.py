@@ -249,7 +249,7 @@ class RewritePass(_Pass):
         self.plan = decided.plan
         HISTORY.record(decided.plan)
         plan_announcements.announce_plan(decided.groups, decided.plan.graph, decided.plan.shared_digest)
-        announce_plan(decided.plan)
+        announce_plan(decided.plan, self.options.overlap)
         report_unmatched(decided.plan, self.options)
         recorder = SnapshotRecorder(graph, decided.plan.phase, settings.current().snapshots)
         recorder.before(decided.chosen)
