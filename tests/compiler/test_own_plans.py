@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from tests.compiler.rank_compile import FORCE, INDUCTOR, plans_of, world_name
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
+from ub_overlap.compiler import passes
 from ub_overlap.compiler.plan.reasons import Reason
-from ub_overlap.compiler.reports.history import HISTORY
+from ub_overlap.compiler.reports import cached_graphs, report
+from ub_overlap.compiler.reports.history import HISTORY, History
 from ub_overlap.compiler.reports.report import Report
 from ub_overlap.runtime import plan_store
 from ub_overlap.runtime.errors import PlanMismatchError
@@ -107,3 +110,51 @@ def test_one_collective_more_is_another_plan(pool2: RankPool) -> None:
     """The error names sites by what ranks share, so both ranks can find them."""
     texts = pool2.run(run_one_gather_more)
     assert all("compiled another plan" in text and "forward.1" in text for text in texts)
+
+
+@pytest.mark.tier("test")
+def test_a_graph_that_is_left_alone_is_reported_from_a_warm_cache(
+    fake2: FakeRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a later process: the pass does not run, and no op of the cached code names the plan."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("UB_OVERLAP_CACHE_DIR", str(tmp_path / "ours"))
+    summaries, created = [], []
+    with fake2.group(), torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=True):
+        for _ in range(2):
+            torch.compiler.reset()
+            history = History()
+            for module in (passes, cached_graphs, report):
+                monkeypatch.setattr(module, "HISTORY", history)
+            x, w = torch.ones(ROWS, INNER), torch.ones(INNER, 16)
+            torch.compile(of_input, backend="ub_overlap", options=INDUCTOR)(x, w)
+            summaries.append(ub_overlap.reports().summary())
+            created.append(len(history.since(0)))
+    assert created == [1, 0], "the second graph is compiled, too"
+    assert all("0 of 1 collectives overlapped; left alone: no_matmul 1" in summary for summary in summaries)
+
+
+def test_keys_of_cached_graphs() -> None:
+    """What may change a plan changes the key; nothing is stored where nothing is cached."""
+    graph = torch.fx.symbolic_trace(lambda x: x + 1)
+    x = torch.ones(4, 2)
+    keys = [
+        cached_graphs.key_of(graph, [value], "passes") for value in (x, x.double(), x.t(), x[:2], x.clone().requires_grad_())
+    ]
+    with torch.no_grad():
+        keys.append(cached_graphs.key_of(graph, [x], "passes"))
+    keys += [
+        cached_graphs.key_of(graph, [x], "others"),
+        cached_graphs.key_of(torch.fx.symbolic_trace(lambda x: x), [x], "passes"),
+    ]
+    assert len(set(keys)) == len(keys) and cached_graphs.key_of(graph, [x], "passes") == keys[0]
+    assert cached_graphs.key_of(graph, [x], None) == ""
+
+
+def test_damaged_keys_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UB_OVERLAP_CACHE_DIR", str(tmp_path))
+    for content in ("{", "[]", "7", '{"version": 1}', '{"version": 1, "plans": {"forward": "../x"}}', '{"version": 2}'):
+        path = cached_graphs.path_of("a" * 32)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+        cached_graphs.remember_cached("a" * 32, "auto")
