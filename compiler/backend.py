@@ -26,6 +26,7 @@ from .inductor import apply_bug_patches, estimate_own_ops, ordering_options, reg
 from .inductor.backward_parts import inner_compiler
 from .options import Options, parse
 from .passes import HOOKS, JointPass, RewritePass
+from .reports import cached_graphs
 from .rewrite.weight_gradients import separate_weight_gradients
 
 MOST_FUSED_OPERATIONS = 100
@@ -48,9 +49,20 @@ def ub_overlap(
     if ours.inner == "aot_eager":
         return _compile_aot_eager(gm, example_inputs, ours)
     facts = GraphInputs.of(example_inputs)
-    patches = _inductor_options(ours, theirs, mode or ours.mode, facts)
+    own_passes = _make_passes(ours, facts)
+    patches = _inductor_options(ours, theirs, mode or ours.mode, own_passes)
     inner = {"inner_compile": inner_compiler(facts.parameters)} if ours.defer_weight_gradients else {}
-    return compat.compile_fx(gm, example_inputs, config_patches=patches, **inner)
+    rewrite = own_passes[1]
+    rewrite.key = cached_graphs.key_of(gm, example_inputs, rewrite.uuid())
+    compiled = compat.compile_fx(gm, example_inputs, config_patches=patches, **inner)
+    if not rewrite.has_run:
+        cached_graphs.remember_cached(rewrite.key, ours.overlap)
+    return compiled
+
+
+def _make_passes(ours: Options, inputs: GraphInputs) -> tuple[JointPass, RewritePass]:
+    snapshot = JointSnapshot()
+    return JointPass(ours, inputs, snapshot), RewritePass(ours, inputs, snapshot)
 
 
 def passes(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -68,6 +80,7 @@ def passes(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
       fp8 of such weights may differ between ranks; the first call then raises PlanMismatchError.
     - Inputs whose collective is in flight are not waited for: torch 2.13 loses their gradient, or fails. Call
       `torch.distributed._functional_collectives.wait_tensor` on them before.
+    - A graph in which nothing is overlapped is in no report while its code comes from torch's compile cache.
     - The hints of symbolic sizes are not part of cache keys. A cached graph may have strategies chosen for other sizes.
     """
     ours, theirs = parse_and_load(options)
@@ -86,7 +99,7 @@ def passes(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
             got="defer_weight_gradients=True",
             fix="use torch.compile(model, backend='ub_overlap', options=...)",
         )
-    return _inductor_options(ours, theirs, ours.mode, GraphInputs(is_known=False))
+    return _inductor_options(ours, theirs, ours.mode, _make_passes(ours, GraphInputs(is_known=False)))
 
 
 def parse_and_load(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
@@ -97,7 +110,9 @@ def parse_and_load(options: Mapping[str, Any] | None) -> tuple[Options, dict[str
     return ours, theirs
 
 
-def _inductor_options(ours: Options, theirs: dict[str, Any], mode: str | None, inputs: GraphInputs) -> dict[str, Any]:
+def _inductor_options(
+    ours: Options, theirs: dict[str, Any], mode: str | None, own_passes: tuple[JointPass, RewritePass]
+) -> dict[str, Any]:
     """Return Inductor's options: those of its mode, the user's, and our passes at its hooks after the user's passes."""
     apply_bug_patches()
     register_lowerings()
@@ -107,16 +122,14 @@ def _inductor_options(ours: Options, theirs: dict[str, Any], mode: str | None, i
     for name, value in ordering_options().items():  # the pass may change them for one graph (keep_order)
         patches.setdefault(name, value)
     patches |= estimate_own_ops(patches)
-    joint_snapshot = JointSnapshot()
-    own_passes = (JointPass(ours, inputs, joint_snapshot), RewritePass(ours, inputs, joint_snapshot))
     for hook, own in zip(HOOKS, own_passes, strict=True):
         patches[hook] = compat.chained(compat.user_pass(hook, patches), own)
     return patches
 
 
 def _compile_aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options) -> Callable[..., Any]:
-    inputs, joint_snapshot = GraphInputs.of(example_inputs), JointSnapshot()
-    joint, rewrite = JointPass(ours, inputs, joint_snapshot), RewritePass(ours, inputs, joint_snapshot)
+    inputs = GraphInputs.of(example_inputs)
+    joint, rewrite = _make_passes(ours, inputs)
 
     def compile_graph(graph: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
         rewrite(graph.graph)

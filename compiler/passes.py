@@ -57,6 +57,7 @@ from .match.site import Fused
 from .options import Options
 from .plan.phase import Phase
 from .plan.plan import Plan
+from .reports import cached_graphs
 from .reports.history import HISTORY
 from .reports.summary import announce_plan
 from .rewrite.part_strides import Outputs
@@ -224,8 +225,12 @@ class RewritePass(_Pass):
     _calling_line = ""
     plan: Plan | None = None
     """Of the last graph; None where it has no collectives."""
+    has_run = False
+    key = ""
+    """Of the graph of Dynamo, for processes that find its code in a cache (reports/cached_graphs.py)."""
 
     def __call__(self, graph: Graph) -> None:
+        self.has_run = True
         host_groups.name_host_groups()
         if any(map(is_planned, graph.nodes)):  # apply_passes has rewritten it; windows are placed
             restore_places(graph)
@@ -248,8 +253,9 @@ class RewritePass(_Pass):
             return
         self.plan = decided.plan
         HISTORY.record(decided.plan)
-        plan_announcements.announce_plan(decided.groups, decided.plan.graph, decided.plan.digest)
-        announce_plan(decided.plan)
+        cached_graphs.note(self.key, decided.plan)
+        plan_announcements.announce_plan(decided.groups, decided.plan.graph, decided.plan.shared_digest)
+        announce_plan(decided.plan, self.options.overlap)
         report_unmatched(decided.plan, self.options)
         recorder = SnapshotRecorder(graph, decided.plan.phase, settings.current().snapshots)
         recorder.before(decided.chosen)

@@ -6,7 +6,7 @@
         tuned/N    each rank's median times              -> the least time of the slowest rank; the same on every rank
         algorithms-I/N CUDA: times of several algorithms for each matmul of that strategy (runtime/matmul_algorithms)
 
-All exchanges go through the group's Store, with the step deadline. Results are cached in `<cache>/tuned/<plan digest>.json`,
+All exchanges go through the group's Store, with the step deadline. Results are cached in `<cache>/tuned/<shared digest>.json`,
 by sizes, machine and version, for later processes. Nothing is timed while a CUDA graph is captured or warmed up by Inductor.
 """
 
@@ -30,7 +30,7 @@ from . import errors, machine, plan_store, settings, stored_file
 from .extension import extension
 from .session import device_wait
 from .session.store_exchange import Exchange
-from .site_id import SiteId
+from .site_id import SiteId, shared_digest
 from .timed_rounds import fastest, median_us
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,12 @@ _results = _Results()
 
 
 def tuned_strategies(site: str) -> dict[int, TunedStrategy]:
-    """Return the results for a site ("<plan digest>/<site id>"), by number of its size bucket."""
-    return dict(_results.sites.get(site, {}))
+    """Return the results for a site ("<plan digest>/<site id>"), by number of its size bucket.
+
+    The ranks tune together, so plans with the same shared part have the same results.
+    """
+    parsed = SiteId.parse(site)
+    return dict(_results.sites.get(str(SiteId(shared_digest(parsed.digest), parsed.name)), {}))
 
 
 def clear_results() -> None:
@@ -80,8 +84,9 @@ def clear_results() -> None:
 
 
 def path_of(digest: str) -> Path:
-    """Return the file of a plan's results."""
-    return plan_store.path_of(digest).parent.parent / "tuned" / f"{digest}.json"
+    """Return the file of the results of plans with one shared part."""
+    shared = shared_digest(digest)
+    return plan_store.path_of(shared).parent.parent / "tuned" / f"{shared}.json"
 
 
 class Tuner:

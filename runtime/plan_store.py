@@ -19,7 +19,7 @@ from . import stored_file
 
 log = logging.getLogger(__name__)
 
-_DIGEST = re.compile(r"[0-9a-f]{8,64}\Z")
+_DIGEST = re.compile(r"[0-9a-f]{8,64}(-[0-9a-f]{1,16})?\Z")
 _PLAN_FILE, _GRAPHS_FILE = re.compile(r"[0-9a-f-]+\.json"), re.compile(r"[0-9a-f-]+\.graphs")
 MOST_PLANS = 8192
 MOST_BYTES = 512 << 20
@@ -58,7 +58,7 @@ def is_digest(text: str) -> bool:
 def path_of(digest: str) -> Path:
     """Return the file of a plan."""
     if not is_digest(digest):
-        raise ValueError(f"plan digest {digest!r}: expected 8 to 64 hexadecimal digits")
+        raise ValueError(f"plan digest {digest!r}: expected 8 to 64 hexadecimal digits, and those of its own part")
     return directory() / f"{digest}.json"
 
 
@@ -89,6 +89,26 @@ def load(digest: str) -> str | None:
     """Return the plan's JSON text, None where this machine has none under `digest`."""
     data = _read(path_of, digest)
     return None if data is None else data.decode(errors="replace")
+
+
+def find_digest(shared: str) -> str:
+    """Return the digest of the newest stored plan with a shared part; `shared` itself where there is none.
+
+    Errors and peers know no other part. What they ask about is equal in all such plans.
+    """
+    try:
+        folder = directory()
+    except FileNotFoundError:
+        return shared
+    found = [path for path in folder.glob(f"{shared}-*.json")] if is_digest(shared) and folder.is_dir() else []
+    return max(found, key=_changed).stem if found else shared
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed since
+        return 0.0
 
 
 def load_graphs(digest: str) -> bytes | None:

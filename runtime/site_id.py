@@ -1,4 +1,8 @@
-"""The name of a site: the digest of its plan and the site's name in it."""
+"""The name of a site: the digest of its plan and the site's name in it.
+
+A plan's digest is "<shared>-<own>". Ranks compare the shared part, and errors name it. The own part distinguishes
+the plans of one rank. csrc/core/site_id.h cuts it off in the same way.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ class SiteId:
     """One site of one plan: "<digest>/<name>" in the `site` argument of an op, in statistics and in logs."""
 
     digest: str
+    """Of the plan; its shared part in errors and in what ranks exchange."""
     name: str
     """"<phase>.<number in graph order>"."""
 
@@ -21,3 +26,8 @@ class SiteId:
         """Read "<digest>/<name>". Text without a slash is a name without a plan."""
         digest, slash, name = text.partition("/")
         return cls(digest, name) if slash else cls("", text)
+
+
+def shared_digest(digest: str) -> str:
+    """Return the part of a plan's digest that ranks compare: "9f2c-71ab" -> "9f2c"."""
+    return digest.partition("-")[0]

@@ -16,12 +16,13 @@ from ub_overlap.runtime.errors import OptionError
 
 from ..plan.phase import PHASES
 from ..plan.reasons import Kind, Reason, collective_of
+from ..plan.records import PLAN_VERSION
 from ..plan.strategy import Mode, Strategy, parse
 from .option_file import refused
 from .requested_strategy import Override
 from .rule import SiteDescription
 
-VERSIONS = (1, 2, 3)
+VERSIONS = tuple(range(1, PLAN_VERSION + 1))
 """Of reports and the output of `plan --save`, and of stored plans (compiler/plan/records.py)."""
 _STRATEGIES = (
     "none, pipelined, direct, bulk, one_shot, two_shot, pipelined:chunks=N or bulk:chunks=N, pipelined:stripes=N, "

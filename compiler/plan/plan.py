@@ -1,7 +1,7 @@
 """The `Plan`: one `Decision` for every collective of a graph, in graph order.
 
-It is frozen, hashable by its digest and JSON. The rewrite obeys it, the report shows it, and all ranks of a group compare its
-digest before the first call.
+It is frozen, hashable by its digest and JSON. The rewrite obeys it, the report shows it, and all ranks of a group compare the
+shared part of its digest before the first call.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from ub_overlap.runtime.site_id import shared_digest
 from ub_overlap.runtime.stored_file import parse_json
 
 from .decision import CastDecision, Decision
@@ -21,7 +22,11 @@ from .strategy import Mode
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions of one graph. `digest` identifies it in ops and stores and is equal on all ranks of a group."""
+    """The decisions of one graph.
+
+    `digest` identifies it in ops, stores and reports: "<shared>-<own>". The shared part is equal on all ranks of a group. The
+    own part covers everything else, so two plans of a process never have the same digest.
+    """
 
     phase: str
     decisions: tuple[Decision, ...]
@@ -32,12 +37,17 @@ class Plan:
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
-        text = json.dumps(self.shared, sort_keys=True)
-        object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest()[:16])
+        own = [[d.to_dict() for d in self.decisions], [c.to_dict() for c in self.casts]]
+        object.__setattr__(self, "digest", f"{_hash(self.shared)[:16]}-{_hash(own)[:8]}")
+
+    @property
+    def shared_digest(self) -> str:
+        """The part of the digest that ranks compare."""
+        return shared_digest(self.digest)
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What all ranks of a group must agree on, and nothing else. The digest is computed from it.
+        """What all ranks of a group must agree on, and nothing else. The shared part of the digest is computed from it.
 
         Where digests differ, an error names the first part that differs (runtime/session/plan_mismatch.py). So causes come
         before effects. It holds what decides how ranks communicate and in which order, and the module, so that stored plans of
@@ -72,7 +82,7 @@ class Plan:
         """
         own = [d for d in self.decisions if d.reason is not Reason.SCALES and d.strategy.mode is not Mode.MERGED]
         rows = [[collective_of(d.kind.value), d.group, d.ranks, d.module] for d in own]
-        return hashlib.sha256(json.dumps([self.phase, rows]).encode()).hexdigest()[:16]
+        return _hash([self.phase, rows])[:16]
 
     def to_json(self) -> str:
         return json.dumps(
@@ -98,3 +108,8 @@ class Plan:
             d.get("profile", ""),
             tuple(CastDecision.from_dict(c) for c in d.get("casts", [])),
         )
+
+
+def _hash(content: Any) -> str:
+    """Return a hash of plain data."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

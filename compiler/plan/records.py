@@ -21,7 +21,7 @@ from .strategy import Mode, parse
 R = TypeVar("R")
 VERSION = 1
 """Of the JSON of graphs and reports."""
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 """Of the JSON of stored plans. It is raised when the digest has other content: then plans of before do not have theirs."""
 
 _SITE = re.compile(rf"({'|'.join(PHASES)})\.[0-9]{{1,9}}(\.[a-z0-9_]+)?\Z")
@@ -67,7 +67,7 @@ class Digest(CheckedText):
     @classmethod
     def check(cls, text: str) -> None:
         if not plan_store.is_digest(text):
-            raise ValueError("a digest: 8 to 64 hexadecimal digits")
+            raise ValueError("a digest: 8 to 64 hexadecimal digits, '-' and up to 16")
 
 
 def _one_of(text: str, values: list[str]) -> None:
@@ -191,7 +191,7 @@ class CastRecord(TypedDict):
 class PlanRecord(TypedDict):
     """Plan."""
 
-    version: Literal[3]
+    version: Literal[4]
     digest: Digest
     graph: NotRequired[str]
     shared: NotRequired[dict[str, Any]]

@@ -43,6 +43,11 @@ class History:
         except OSError as e:
             plan_store.log_unsaved("decisions", plan.digest, "runs with a warm compile cache cannot report them", e)
 
+    def remember(self, plan: Plan) -> None:
+        """Keep a stored plan in memory, of a graph that this process runs and has not compiled."""
+        with self._lock:
+            self._plans.setdefault(plan.digest, plan)
+
     def record_token_split(self, choice: TokenSplit) -> None:
         """Keep the last choice of each tokenwise layer."""
         with self._lock:

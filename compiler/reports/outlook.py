@@ -159,7 +159,7 @@ class Totals:
             f"{self.none_us:.0f} us without overlap, {self.chosen_us:.0f} us as decided"
         )
         if self.exposed_us:
-            text += f": {self.hidden:.0%} of {self.exposed_us:.0f} us exposed communication hidden"
+            text += f": predicted to hide {self.hidden:.0%} of {self.exposed_us:.0f} us exposed communication"
         return text + (f"; {self.unknown} more without a prediction" if self.unknown else "")
 
 

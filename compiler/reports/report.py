@@ -217,7 +217,7 @@ class Report:
         ]
 
     def totals(self) -> str:
-        """Return the predicted times of all sites together, and the measured ones of those that were measured."""
+        """Return the predicted times of all sites together, and what was measured: times, and bytes copied during a matmul."""
         decisions = self.decisions
         used = dict.fromkeys(str(self.profile_of(p, d)) for p in self.plans for d in p.decisions)
         text = f"profile {', '.join(used)}; {totals([d.outlook for d in decisions])}"
@@ -233,7 +233,7 @@ class Report:
                 sum(d.measured_us or 0.0 for d in measured),
             )
             text += f"; {len(measured)} measured sites took {took:.0f} us, predicted {predicted:.0f} us"
-        return text
+        return text + _copied_during_matmuls(decisions)
 
     def timeline(self, path: str | Path, site: str | None = None, predicted: bool = True, measured: bool = True) -> Path:
         """Write the steps of one site, or of all in order, predicted and (after explain(..., measure=True)) measured.
@@ -342,6 +342,17 @@ def _hidden(d: ReportedDecision) -> str:
     if d.bytes_copied and d.bytes_overlapped is not None:
         return f"{d.bytes_overlapped / d.bytes_copied:.0%}"
     return f"{d.window.hidden:.0%} planned" if d.window else ""
+
+
+def _copied_during_matmuls(decisions: Sequence[ReportedDecision]) -> str:
+    """Return "; measured: 67% of 1024 bytes copied during a matmul", "" before the first call and where steps are not timed."""
+    timed = [(d.bytes_copied, d.bytes_overlapped) for d in decisions if d.bytes_copied and d.bytes_overlapped is not None]
+    copied = sum(all_bytes for all_bytes, _ in timed)
+    return (
+        f"; measured: {sum(during for _, during in timed) / copied:.0%} of {copied} bytes copied during a matmul"
+        if copied
+        else ""
+    )
 
 
 def _tuned(plan: Plan, d: Decision) -> tuple[tuple[str, TunedStrategy], ...]:

@@ -10,6 +10,7 @@
 #include "bindings/ops/ops.h"
 #include "bindings/python.h"
 #include "core/registry.h"
+#include "core/site_id.h"
 
 namespace ub_overlap {
 
@@ -39,7 +40,8 @@ class Builder {
         : device_(device), site_(site), group_(c10d::resolve_process_group(site.group)) {
         Registry::get().refuse_inherited(site.group, group_.get());
         call.op_name = std::move(op);
-        call.site = site.id;
+        call.site = shared_site(site.id);
+        call.own_site = site.id;
         call.strategy = site.strategy;
         call.rank = group_->getRank();
         call.ranks = group_->getSize();

@@ -107,7 +107,9 @@ class PlainCollective {
 struct Call {
     OpKind op = OpKind::bulk;
     Collective collective = Collective::gather;
-    std::string op_name, site, strategy, shape_text;
+    std::string op_name, strategy, shape_text;
+    std::string site;      // what ranks compare and errors name: without the own part of the plan digest
+    std::string own_site;  // the whole id, for this rank's statistics
     uint32_t tag = 0;
     Key key;
     bool shard_dim_is_last = false;  // shards lie along the last dim of 2D matrices

@@ -4,13 +4,9 @@
 #include <vector>
 
 #include "core/settings.h"
+#include "core/site_id.h"
 
 namespace ub_overlap {
-
-std::string digest_of(const std::string& site) {
-    const size_t slash = site.find('/');
-    return slash == std::string::npos ? "" : site.substr(0, slash);
-}
 
 Session::Session(std::string group, std::string device, int rank, int ranks, std::shared_ptr<Arena> arena,
                  std::string transport, std::string reason)
@@ -96,7 +92,7 @@ void Session::publish(const Call& call) {
 }
 
 void Session::verify(const Call& call) {
-    const std::string digest = digest_of(call.site);
+    const std::string digest = shared_digest(call.site);
     if (ranks_ == 1 || digest.empty() || verified_.count(digest)) return;
     if (hooks_.verify) hooks_.verify(digest, call);
     verified_.insert(digest);
@@ -260,7 +256,7 @@ void Session::run(Call& call, Executor& executor, const std::function<void(Call&
         if (ends) flight_.set_state(number, CallState::started);
         const std::vector<StepTime> times = executor.run(call);
         flight_.set_state(number, ends ? CallState::finished : CallState::issued);
-        Stats::get().add(call.site, call.strategy, transport_, reason_, times, trace);
+        Stats::get().add(call.own_site, call.strategy, transport_, reason_, times, trace);
     });
 }
 

@@ -167,7 +167,4 @@ class Session {
     std::atomic<bool> aborted_{false};
 };
 
-// The plan digest of a site: "9f2c/backward.3" -> "9f2c". Empty without a slash: such a site has no plan to verify.
-std::string digest_of(const std::string& site);
-
 }  // namespace ub_overlap

@@ -148,7 +148,7 @@ void Session::finish(Call& call) {
         const bool trace = settings().trace.load(std::memory_order_relaxed);
         const std::vector<StepTime> times = open->executor->finish(*open->work);
         flight_.set_state(open->number, device_ == "cpu" ? CallState::finished : CallState::issued);
-        Stats::get().add(own.site, own.strategy, transport_, reason_, times, trace, open->finish_ns);
+        Stats::get().add(own.own_site, own.strategy, transport_, reason_, times, trace, open->finish_ns);
     });
     if (!own.key.zero_copy) return;
     open->is_finished = true;
@@ -221,7 +221,7 @@ void Session::release(const Call& call) {
     own.stream = call.stream;
     run_split_op_of(own, last->number, [&] {
         const std::vector<StepTime> times = last->executor->release(*last->work);
-        if (settings().trace.load(std::memory_order_relaxed)) Stats::get().keep_trace(own.site, times);
+        if (settings().trace.load(std::memory_order_relaxed)) Stats::get().keep_trace(own.own_site, times);
     });
 }
 

@@ -46,7 +46,7 @@ FusedAlone::~FusedAlone() {
 void FusedAlone::run(const char* input, char* output, int64_t rows, int64_t row_bytes, const Epilogue& epilogue,
                      cudaStream_t stream) {
     Call call;
-    call.op_name = "fused_collective", call.site = "alone", call.tag = 1;
+    call.op_name = "fused_collective", call.site = call.own_site = "alone", call.tag = 1;
     call.is_fused = true, call.collective = Collective::reduce, call.type = call.out_type = DType::bf16;
     call.ranks = group_.ranks, call.input = const_cast<char*>(input), call.output = output;
     call.epilogue = epilogue;

@@ -103,7 +103,7 @@ class Run final : public OpenWork {
             put_in_order();
             if (arena_) this->end(final);
             if (trace_ && final) {
-                Stats::get().defer(call_.site, [trace = trace_, times = times_] { return trace->read(times); });
+                Stats::get().defer(call_.own_site, [trace = trace_, times = times_] { return trace->read(times); });
             }
         } catch (...) {
             clean_up();

@@ -31,9 +31,9 @@ def install(explain: Explain) -> None:
 
 
 def pack_graphs(digest: str) -> str:
-    """Return the graphs of a plan as text, "" where there are none or they are too large."""
+    """Return the graphs of a plan, by the shared part of its digest, as text; "" where there are none or they are too large."""
     try:
-        data = plan_store.load_graphs(digest) if _Installed.explain else None
+        data = plan_store.load_graphs(plan_store.find_digest(digest)) if _Installed.explain else None
     except (OSError, ValueError):
         return ""
     return base64.b64encode(data).decode() if data and len(data) <= MAX_BYTES else ""

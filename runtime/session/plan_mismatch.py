@@ -14,9 +14,12 @@ from .store_exchange import Exchange
 
 
 def load_plan_text(digest: str) -> str | None:
-    """Return the text of a plan, None where this machine lacks it. Never raise: it only makes a mismatch readable."""
+    """Return the text of a plan by the shared part of its digest, None where this machine lacks it.
+
+    Never raise: it only makes a mismatch readable.
+    """
     try:
-        return plan_store.load(digest)
+        return plan_store.load(plan_store.find_digest(digest))
     except (OSError, ValueError):
         return None
 

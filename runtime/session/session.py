@@ -78,7 +78,7 @@ class Session:
         `verify` sees the digest within that call. So all ranks are in step, and no other call of this group is in flight.
         """
         self._reservations += 1
-        self._reserved = (f"initialize-{self._reservations}", slot_bytes)
+        self._reserved = (f"initialize.{self._reservations}", slot_bytes)
         return self._reserved[0]
 
     def pending_error(self) -> errors.UbOverlapError | None:

@@ -253,6 +253,13 @@ def is_fake_group(name: str) -> bool:
     return dist.get_backend(group_of(name)) == "fake"
 
 
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0 of the default group, or there is none."""
+    import torch.distributed as dist
+
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def foreign_type(name: str) -> str:
     """Return the type of the group `name` where another library implements it, "" for c10d's own types."""
     kind = type(group_of(name))

@@ -240,7 +240,7 @@ def tune(rank: int, world: int) -> list[dict[str, Any]]:
         report = Report([plan], before)
         found.append(
             {
-                "digest": plan.digest, "worst": worst, "strategies": [str(d.strategy) for d in plan.decisions],
+                "digest": plan.shared_digest, "worst": worst, "strategies": [str(d.strategy) for d in plan.decisions],
                 "timed": [bool(calls_of(f"{SiteId(plan.digest, i)}.tuning")) for i in ids],
                 "ran": [calls_of(str(SiteId(plan.digest, i))) for i in ids],
                 "picks": [{k: t.to_dict() for k, t in d.tuned} for d in report.decisions],

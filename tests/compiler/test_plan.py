@@ -19,6 +19,7 @@ from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Kind, Reason
 from ub_overlap.compiler.plan.records import PLAN_VERSION
 from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
+from ub_overlap.runtime import plan_store
 from ub_overlap.runtime.session.plan_mismatch import find_first_difference
 
 SITE = Decision(
@@ -81,7 +82,7 @@ def test_fields_of_reports_are_not_read() -> None:
 
 
 def other(**changes: object) -> str:
-    return Plan("forward", (replace(SITE, **changes), LEFT, GONE)).digest  # type: ignore[arg-type]
+    return Plan("forward", (replace(SITE, **changes), LEFT, GONE)).shared_digest  # type: ignore[arg-type]
 
 
 SHARED: list[tuple[dict[str, Any], str, str]] = [
@@ -114,7 +115,7 @@ def test_digest_follows_what_ranks_must_share(changes: dict[str, Any], mine: str
 
     Differences in explanatory fields are not named.
     """
-    assert other(**changes) != PLAN.digest
+    assert other(**changes) != PLAN.shared_digest
     both = {key: value for change in (*EXPLAINS, changes) for key, value in change.items()}
     found = find_first_difference(PLAN.to_json(), Plan("forward", (replace(SITE, **both), LEFT, GONE)).to_json())
     named = "site id=forward.0 kind=all_gather_matmul"
@@ -131,14 +132,17 @@ def test_the_graph_is_named_whatever_is_float8() -> None:
     scales = replace(LEFT, id="forward.0", kind=Kind.ALL_REDUCE, reason=Reason.SCALES)
     gather = replace(SITE, id="forward.1", dtype="uint8", strategy=NONE)
     quantized = Plan("forward", (scales, gather, replace(LEFT, id="forward.2"), GONE))
-    assert quantized.graph == PLAN.graph and quantized.digest != PLAN.digest
+    assert quantized.graph == PLAN.graph and quantized.shared_digest != PLAN.shared_digest
     for changes in ({"module": "layers.1.wq"}, {"group": "g1"}, {"ranks": 4}, {"kind": Kind.MATMUL_ALL_REDUCE}):
         assert Plan("forward", (replace(SITE, **changes), LEFT, GONE)).graph != PLAN.graph
 
 
 @pytest.mark.parametrize("changes", EXPLAINS, ids=str)
-def test_digest_leaves_out_what_only_explains(changes: dict[str, object]) -> None:
-    assert other(**changes) == PLAN.digest
+def test_shared_digest_leaves_out_what_only_explains(changes: dict[str, object]) -> None:
+    """The own part has it, so that both plans are kept."""
+    plan = Plan("forward", (replace(SITE, **changes), LEFT, GONE))  # type: ignore[arg-type]
+    assert plan.shared_digest == PLAN.shared_digest and plan.digest != PLAN.digest
+    assert Plan.from_json(plan.to_json()).digest == plan.digest and plan_store.is_digest(plan.digest)
 
 
 def test_casts_that_differ_are_named() -> None:
@@ -159,11 +163,23 @@ def test_casts_that_differ_are_named() -> None:
         "float8: no such matmul",
         "float8: weight gradient matmul of 'a.b' by tensorwise",
     )
-    assert Plan("forward", (), casts=(refused,)).digest == Plan("forward", (), casts=(replace(refused, detail="x"),)).digest
+    assert (
+        Plan("forward", (), casts=(refused,)).shared_digest
+        == Plan("forward", (), casts=(replace(refused, detail="x"),)).shared_digest
+    )
 
 
 def test_digest_follows_phase_and_order() -> None:
-    assert len({PLAN.digest, Plan("backward", PLAN.decisions).digest, Plan("forward", PLAN.decisions[::-1]).digest}) == 3
+    assert (
+        len(
+            {
+                PLAN.shared_digest,
+                Plan("backward", PLAN.decisions).shared_digest,
+                Plan("forward", PLAN.decisions[::-1]).shared_digest,
+            }
+        )
+        == 3
+    )
 
 
 def in_rows(rank: int, world: int) -> tuple[str, list[str], set[str]]:
@@ -174,7 +190,7 @@ def in_rows(rank: int, world: int) -> tuple[str, list[str], set[str]]:
         return funcol.reduce_scatter_tensor_autograd(funcol.all_gather_tensor_autograd(x, 0, name) @ w @ w.t(), "sum", 0, name)
 
     plans = plans_of(function, (torch.randn(4, 8, requires_grad=True), torch.randn(8, 6, requires_grad=True)))
-    return name, [p.digest for p in plans], {d.group for p in plans for d in p.decisions}
+    return name, [p.shared_digest for p in plans], {d.group for p in plans for d in p.decisions}
 
 
 def test_digest_is_the_same_where_group_names_differ(pool4: RankPool) -> None:

@@ -85,7 +85,7 @@ def train(rank: int, world: int, name: str, style: str, options: Mapping[str, An
     pairs = [(found, expected), (b.grad, a.grad), (ours.weight.grad, eager.weight.grad), (ours.bias.grad, eager.bias.grad)]
     plans = HISTORY.since(mark)
     forward = [str(d.strategy) for p in plans for d in p.decisions if d.phase == "forward"]
-    return max(error(x, y, "value") for x, y in pairs), [p.digest for p in plans], forward
+    return max(error(x, y, "value") for x, y in pairs), [p.shared_digest for p in plans], forward
 
 
 def train_all(rank: int, world: int, style: str) -> dict[str, Outcome]:
@@ -129,7 +129,7 @@ def independent(rank: int, world: int) -> tuple[float, list[str], list[str]]:
         found = torch.compile(function, backend="ub_overlap", options=FORCE)(x, w, b, u)
     plans = HISTORY.since(mark)
     difference = max(error(p, q, "value") for p, q in zip(found, expected, strict=True))
-    return difference, [p.digest for p in plans], [str(d.strategy) for p in plans for d in p.decisions]
+    return difference, [p.shared_digest for p in plans], [str(d.strategy) for p in plans for d in p.decisions]
 
 
 def test_a_bias_of_one_rank_beside_a_gather(pool2: RankPool) -> None:
@@ -174,7 +174,7 @@ def scale_by_one(rank: int, world: int) -> tuple[float, list[str], list[str]]:
         found = torch.compile(function, backend="ub_overlap", options=FORCE)(x, w)
     plans = HISTORY.since(mark)
     difference = error(found, expected, "value")
-    return difference, [p.digest for p in plans], [str(d.strategy) for p in plans for d in p.decisions]
+    return difference, [p.shared_digest for p in plans], [str(d.strategy) for p in plans for d in p.decisions]
 
 
 def test_a_factor_of_one_on_one_rank(pool2: RankPool) -> None:

@@ -241,7 +241,7 @@ def test_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(d.bytes == d.saved_bytes == 4096 * 4096 // 2 * 4 for d in reduces)
     assert Plan.from_json(plan.to_json()) == plan
     other = decide(hybrid_backward(), Options(profile="h200", min_bytes=0), "backward", lambda *_: None).plan
-    assert other.digest != plan.digest
+    assert other.shared_digest != plan.shared_digest
 
 
 def test_the_mesh_is_part_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_the_mesh_is_part_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         graph = hybrid_backward(1)
         assert scatter_first(graph) == 1
         assert any(joint_decision(n).reordered == f"2 ranks 1 apart, then 2 ranks {stride} apart" for n in graph.nodes)
-        digests.add(decide(graph, Options(overlap="force"), "backward", lambda *_: None).plan.digest)
+        digests.add(decide(graph, Options(overlap="force"), "backward", lambda *_: None).plan.shared_digest)
     assert len(digests) == 2
 
 

@@ -282,7 +282,7 @@ def saved(rank: int, world: int) -> tuple[list[str], list[str]]:
 
     first = digests(SPLIT)
     second = digests({"overrides": first})
-    return [p.digest for p in first], [p.digest for p in second]
+    return [p.shared_digest for p in first], [p.shared_digest for p in second]
 
 
 @pytest.mark.parametrize("inner", INNER)

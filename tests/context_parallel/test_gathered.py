@@ -26,7 +26,7 @@ def test_gathers_are_split(pool2: RankPool, options: dict[str, Any], form: str) 
         assert strategies(plans) == [["all_gather split"] * 4, ["reduce_scatter split"] * 4]
         for decision in (d for plan in plans for d in plan.decisions):
             assert decision.window is not None and decision.window.hidden == 1.0, decision.detail
-    assert [plan.digest for plan in results[0][1]] == [plan.digest for plan in results[1][1]]
+    assert [plan.shared_digest for plan in results[0][1]] == [plan.shared_digest for plan in results[1][1]]
 
 
 @pytest.mark.tier("full")
@@ -37,4 +37,4 @@ def test_four_ranks(pool4: RankPool, options: dict[str, Any], form: str) -> None
     for error, plans in results:
         assert error < 1e-5
         assert strategies(plans) == [["all_gather split"] * 4, ["reduce_scatter split"] * 4]
-    assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
+    assert len({tuple(plan.shared_digest for plan in plans) for _, plans in results}) == 1

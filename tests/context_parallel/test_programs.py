@@ -28,7 +28,7 @@ def check(results: list[tuple[float, list[Plan]]], *expected: dict[str, int]) ->
     for error, plans in results:
         assert error < 1e-5
         assert [sites(plan) for plan in plans] == list(expected)
-    assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
+    assert len({tuple(plan.shared_digest for plan in plans) for _, plans in results}) == 1
 
 
 TENSOR_PARALLEL = {"all_gather_matmul pipelined": 2, "matmul_reduce_scatter pipelined": 2}
@@ -52,7 +52,7 @@ def test_gathers_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, 
         assert error < 1e-5
         exchange = [d for plan in plans for d in plan.decisions if d.kind.value in ("all_gather", "reduce_scatter")]
         assert len(exchange) >= 8 and all(d.overlapped for d in exchange)
-    assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
+    assert len({tuple(plan.shared_digest for plan in plans) for _, plans in results}) == 1
 
 
 @pytest.mark.tier("full")
@@ -64,7 +64,7 @@ def test_heads_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, An
         for plan in plans:
             assert sites(plan).items() >= TENSOR_PARALLEL.items()
             assert sum(d.kind.value == "all_to_all" for d in plan.decisions) == 8
-    assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
+    assert len({tuple(plan.shared_digest for plan in plans) for _, plans in results}) == 1
 
 
 @pytest.mark.parametrize("load_balance", [True, in_full(False)])
@@ -89,4 +89,4 @@ def test_torchtitan_next_to_tensor_parallelism(pool4: RankPool, options: dict[st
         assert error < 1e-5
         assert all(sites(plan).items() >= exchange.items() for plan, exchange in zip(plans, RING, strict=True))
         assert all(d.overlapped or d.strategy.mode is Mode.MERGED for plan in plans for d in plan.decisions)
-    assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
+    assert len({tuple(plan.shared_digest for plan in plans) for _, plans in results}) == 1

@@ -33,7 +33,7 @@ def test_a_ring_that_gathers(pool2: RankPool, options: dict[str, Any], causal: b
         assert counts(plans) == [{"all_gather split": 2, "all_gather merged": 2}, {"all_to_all split": 4}]
         split = [d for d in plans[0].decisions if d.strategy.mode is Mode.SPLIT]
         assert all(d.window is not None and d.window.hidden == 1.0 for d in split)
-    assert [plan.digest for plan in results[0][1]] == [plan.digest for plan in results[1][1]]
+    assert [plan.shared_digest for plan in results[0][1]] == [plan.shared_digest for plan in results[1][1]]
 
 
 @pytest.mark.parametrize(("causal", "load_balance"), full_but([BALANCED], [CAUSAL, BALANCED]))
@@ -43,7 +43,7 @@ def test_a_ring_that_rotates(pool2: RankPool, options: dict[str, Any], causal: b
     for error, plans in results:
         assert error < 1e-5
         assert counts(plans) == [{"all_to_all split": 2, "all_to_all merged": 2}, {"all_to_all split": 4}]
-    assert [plan.digest for plan in results[0][1]] == [plan.digest for plan in results[1][1]]
+    assert [plan.shared_digest for plan in results[0][1]] == [plan.shared_digest for plan in results[1][1]]
 
 
 @pytest.mark.tier("full")
@@ -55,7 +55,7 @@ def test_four_ranks_that_gather(pool4: RankPool, options: dict[str, Any]) -> Non
         assert counts(plans) == [{"all_gather split": 2, "all_gather merged": 2}, {"all_to_all split": 8}]
         slots = [d.window.slot for d in plans[1].decisions if d.window is not None]
         assert slots == [0, 1, 2, 3] * 2
-    assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
+    assert len({tuple(plan.shared_digest for plan in plans) for _, plans in results}) == 1
 
 
 @pytest.mark.tier("full")
@@ -77,7 +77,7 @@ def test_four_ranks_that_rotate(pool4: RankPool, options: dict[str, Any], load_b
         assert backward["all_to_all split"] == 2 * (3 + 4 if checkpointed else 4)
         details = {d.detail for d in plans[0].decisions if d.strategy.mode is Mode.MERGED}
         assert details == {f"backward reads the result of forward.{i}" for i in range(2 * 3)}
-    assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
+    assert len({tuple(plan.shared_digest for plan in plans) for _, plans in results}) == 1
 
 
 @pytest.mark.tier("full")
@@ -96,7 +96,7 @@ def test_grouped_heads(pool4: RankPool, options: dict[str, Any], rotation: str) 
         assert all(d.saved_bytes == d.bytes for plan in plans for d in plan.decisions if d.bytes is not None)
         hidden, hidden_before = ([[bool(d.paired) for d in p.decisions if d.bytes] for p in of] for of in (plans, before))
         assert hidden == hidden_before and any(map(any, hidden))  # repeated heads are read where whole ones are
-    assert len({tuple(plan.digest for plan in plans) for _, plans in half}) == 1
+    assert len({tuple(plan.shared_digest for plan in plans) for _, plans in half}) == 1
 
 
 def test_a_ring_whose_ranks_read_other_gradients(pool2: RankPool, options: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ def check(results: Results, exchange: Exchange, layers: int = LAYERS, gathered_a
                 assert count(d for d in split if d.ranks == 2).total() == layers * (sum(exchanged.values()) - exposed), rows
             elif exchange is not ULYSSES:
                 assert all(d.overlapped for d in left), rows
-    assert len({tuple(plan.digest for plan in plans) for _, _, plans in results}) == 1
+    assert len({tuple(plan.shared_digest for plan in plans) for _, _, plans in results}) == 1
 
 
 @pytest.mark.parametrize(
@@ -135,4 +135,4 @@ def test_four_ranks_of_a_balanced_ring(options: dict[str, Any], monkeypatch: pyt
     scarce = {**options, "profile": machine.slow_profile(), "split_bytes": 100_000}
     with RankPool(4) as pool:  # ranks that disagree cannot use the group again
         results = pool.run(compare_with_sharded_weights, "ring", scarce, "allgather", layers=1, positions=256)
-    assert len({tuple(plan.digest for plan in plans) for _, _, plans in results}) == 1
+    assert len({tuple(plan.shared_digest for plan in plans) for _, _, plans in results}) == 1

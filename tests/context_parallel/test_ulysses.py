@@ -26,7 +26,7 @@ def test_heads_are_exchanged_behind_projections(pool2: RankPool, options: dict[s
                 assert decision.reason is not None and decision.reason.value == "no_gain"
             else:
                 assert decision.window.hidden == 1.0
-    assert [plan.digest for plan in results[0][1]] == [plan.digest for plan in results[1][1]]
+    assert [plan.shared_digest for plan in results[0][1]] == [plan.shared_digest for plan in results[1][1]]
 
 
 @pytest.mark.tier("full")
@@ -37,4 +37,4 @@ def test_four_ranks(pool4: RankPool, options: dict[str, Any]) -> None:
         assert error < 1e-5
         assert [d.kind.value for plan in plans for d in plan.decisions] == ["all_to_all"] * 16
         assert any(d.overlapped for plan in plans for d in plan.decisions)
-    assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
+    assert len({tuple(plan.shared_digest for plan in plans) for _, plans in results}) == 1

@@ -100,7 +100,7 @@ def compare(
         if not torch.allclose(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
     ]
     plans = HISTORY.since(since)
-    return bad, [p.digest for p in plans], {d.strategy.mode.value for p in plans for d in p.decisions if d.overlapped}
+    return bad, [p.shared_digest for p in plans], {d.strategy.mode.value for p in plans for d in p.decisions if d.overlapped}
 
 
 def try_to(compare_all: Callable[[], Found]) -> Found | str:

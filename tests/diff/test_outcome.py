@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from tests.diff.samples import report
@@ -13,8 +15,11 @@ from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Kind, Reason
 from ub_overlap.compiler.plan.step_kind import COLORS
 from ub_overlap.compiler.plan.strategy import Mode, Strategy
+from ub_overlap.compiler.reports import summary
+from ub_overlap.compiler.reports.outlook import Totals
 from ub_overlap.compiler.reports.report import Report
 from ub_overlap.compiler.reports.summary import format_plan
+from ub_overlap.runtime.stats import SiteStats
 
 CSS = {name: (html.FOLDER / name).read_text() for name in ("page.css", "fragment.css")}
 
@@ -70,13 +75,16 @@ def test_the_page_knows_no_names_of_modes() -> None:
     assert [mode.value for mode in Mode if mode is not Mode.NONE and f'"{mode.value}"' in page] == []
 
 
-def test_merged_collectives_are_counted() -> None:
-    common = {"phase": "backward", "group": "g0", "ranks": 2}
+def test_every_collective_is_in_one_count() -> None:
+    """Also one that is merged and has a reason, and one that has none."""
+    common = {"phase": "backward", "group": "g0", "ranks": 2, "kind": Kind.ALL_REDUCE}
+    forms = [(Mode.MERGED, None)] * 5 + [(Mode.MERGED, Reason.SCALES), (Mode.BULK, None), (Mode.NONE, None)]
+    forms += [(Mode.NONE, Reason.NO_MATMUL)] * 3
     decisions = [
-        Decision(id=f"backward.{i}", kind=Kind.ALL_REDUCE, strategy=Strategy(Mode.MERGED if i < 6 else Mode.NONE), **common)
-        for i in range(11)
+        Decision(id=f"backward.{i}", strategy=Strategy(mode), reason=reason, **common) for i, (mode, reason) in enumerate(forms)
     ]
-    assert format_plan(Plan("backward", tuple(decisions))).endswith("0 of 11 collectives overlapped; merged into others: 6")
+    counts = "1 of 11 collectives overlapped (all_reduce bulk 1); merged into others: 6; left alone: no reason 1, no_matmul 3"
+    assert format_plan(Plan("backward", tuple(decisions))).endswith(counts)
 
 
 def test_a_line_of_code_with_a_slash() -> None:
@@ -85,3 +93,36 @@ def test_a_line_of_code_with_a_slash() -> None:
         source="/home/a/model.py:12: y = x / 2",
     )  # fmt: skip
     assert Report([Plan("forward", (decision,))]).rows()[0]["line"] == "model.py:12"
+
+
+def test_predictions_and_measurements_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    decision = Decision(
+        id="forward.0", kind=Kind.ALL_REDUCE, phase="forward", group="g0", ranks=2, strategy=Strategy(Mode.BULK)
+    )
+    plan = Plan("forward", (decision,))
+    assert "measured" not in Report([plan]).totals()
+    stats = SiteStats(1, "bulk", "shared memory", bytes_copied=1000, bytes_overlapped=670, strategies={"bulk": 1})
+    monkeypatch.setattr("ub_overlap.compiler.reports.report.site_stats", lambda: {f"{plan.digest}/forward.0": stats})
+    assert Report([plan]).totals().endswith("; measured: 67% of 1000 bytes copied during a matmul")
+    totals = str(Totals(sites=1, unknown=0, matmul_us=10, communication_us=10, none_us=20, chosen_us=15))
+    assert totals.endswith("15 us as decided: predicted to hide 50% of 10 us exposed communication")
+
+
+def test_the_first_plan_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """On rank 0, at the default level; not for graphs without collectives, and not where overlap is off."""
+    monkeypatch.setattr(summary._FirstPlan, "is_logged", False)
+    common = {"phase": "forward", "group": "g0", "ranks": 2, "kind": Kind.ALL_REDUCE, "strategy": Strategy(Mode.NONE)}
+    plan = Plan("forward", tuple(Decision(id=f"forward.{i}", reason=Reason.NO_MATMUL, **common) for i in range(17)))
+    with caplog.at_level(logging.WARNING, "ub_overlap"):
+        summary.log_first_plan(Plan("forward", ()), "auto")
+        summary.log_first_plan(plan, "off")
+        with monkeypatch.context() as other_rank:
+            other_rank.setattr(summary.compat, "is_first_rank", lambda: False)
+            summary.log_first_plan(plan, "auto")
+        assert not caplog.messages
+        summary.log_first_plan(plan, "auto")
+        summary.log_first_plan(plan, "auto")
+    (message,) = caplog.messages
+    assert (
+        "(forward): 0 of 17 collectives overlapped; left alone: no_matmul 17" in message and "ub_overlap.reports()" in message
+    )

@@ -335,4 +335,4 @@ def test_casts_in_reports() -> None:
     (reported,) = Report([plan]).casts
     assert (reported.node, reported.reason, reported.detail, reported.error) == (cast.node, cast.reason, cast.detail, None)
     other = CastDecision(node="mm", role="forward", module="a.b", shape="[1, 2] @ [2, 3]", recipe="tensorwise")
-    assert len({Plan("forward", (), casts=c).digest for c in ((), (cast,), (other,))}) == 3
+    assert len({Plan("forward", (), casts=c).shared_digest for c in ((), (cast,), (other,))}) == 3

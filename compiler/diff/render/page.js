@@ -358,10 +358,13 @@
     const decided = g.sites.filter((d) => d.edit === undefined);
     const sum = (key, of) => decided.reduce((t, d) => t + (of(d) ?? 0), 0);
     const none = sum("none", (d) => d.predicted_us && d.predicted_us.none), chosen = none - sum("gain", (d) => d.gain_us);
+    const timed = decided.filter((d) => d.bytes_copied && d.bytes_overlapped != null);
+    const total = (key) => timed.reduce((t, d) => t + d[key], 0);
     $("summary").replaceChildren(...[
       decided.length ? make("span", {}, make("b", {}, `${done.length} of ${decided.length}`), " collectives overlapped") : null,
       make("span", {}, g.counts),
       none ? make("span", {}, "predicted ", make("b", {}, us(none)), " without overlap, ", make("b", {}, us(chosen)), " as decided") : null,
+      timed.length ? make("span", {}, "measured: ", make("b", {}, `${Math.round(100 * total("bytes_overlapped") / total("bytes_copied"))}%`), " of bytes copied during a matmul") : null,
       g.after.torch ? make("span", {}, `torch ${[...new Set([g.before.torch, g.after.torch])].join(" \u2192 ")}`) : null,
       DATA.profile ? make("span", {}, `profile ${DATA.profile}`) : null].filter(Boolean));
     $("list").scrollTop = 0;

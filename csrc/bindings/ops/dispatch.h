@@ -24,6 +24,7 @@
 #include "bindings/python.h"
 #include "core/dispatch_table.h"
 #include "core/registry.h"
+#include "core/site_id.h"
 
 namespace ub_overlap {
 
@@ -163,7 +164,7 @@ struct Dispatched<kernel, Rows> {
         const auto find_session = [&] { return Registry::get().find(at.group, device_type, process_group.get()); };
         try {
             if (const auto session = find_session()) {
-                const int pick = session->picked(at.id, static_cast<int>(bucket));
+                const int pick = session->picked(shared_site(at.id), static_cast<int>(bucket));
                 const DispatchReason reason(" by measurement");
                 if (pick >= 0) return run_with(alternatives[static_cast<size_t>(pick)], at, args...);
             }
@@ -191,7 +192,7 @@ struct Dispatched<kernel, Rows> {
                                   const Args&... args) {
         std::exception_ptr failed;
         Tuning tuning;
-        tuning.site = at.id;
+        tuning.site = shared_site(at.id);  // the ranks pick together
         tuning.bucket = bucket;
         tuning.strategies = alternatives;
         tuning.op = Rows::op;

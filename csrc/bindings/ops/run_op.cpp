@@ -52,7 +52,7 @@ bool is_plain(Builder& b) {
 void announce_plain(Builder& b) {
     const Call& call = b.call;
     const std::string reason = call.strategy == "none" ? std::string("none") + dispatched_by() : b.session()->reason();
-    Stats::get().add(call.site, call.strategy, "c10d", reason, {}, false);
+    Stats::get().add(call.own_site, call.strategy, "c10d", reason, {}, false);
 }
 
 bool run_on_transport(Builder& b, const std::function<void(Call&)>& prepare) {

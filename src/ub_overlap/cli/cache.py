@@ -1,6 +1,7 @@
 """`clear-cache`: remove files that this package stored in its cache folder.
 
     plans/      reports by plan digest, with their graphs
+    compiled/   which reports belong to a graph in torch's compile cache
     tuned/      autotune results
     algorithms/ algorithms of matmuls that a search has chosen
     flight/     flight records; not those in $UB_OVERLAP_FLIGHT_DIR
@@ -30,10 +31,11 @@ from ub_overlap.runtime.errors import OptionError
 
 from .parsers import Parser, add_verb, non_negative
 
-DIGEST = "[0-9a-f]{8,64}"
+DIGEST = "[0-9a-f]{8,64}(?:-[0-9a-f]{1,16})?"
 TEMPORARY = rf"(?:{re.escape(stored_file.TEMPORARY)}|\.plan-|\.profile-)\w+"  # the last two of earlier versions
 NAMES = {
     "plans": re.compile(rf"{DIGEST}\.(json|graphs)|{TEMPORARY}"),
+    "compiled": re.compile(rf"[0-9a-f]{{32}}\.json|{TEMPORARY}"),
     "tuned": re.compile(rf"{DIGEST}\.json|\.{DIGEST}\.json\.lock|{TEMPORARY}"),
     "algorithms": re.compile(rf"[a-z0-9-]+-[0-9]+-[0-9a-f]{{8}}\.json|{TEMPORARY}"),
     "flight": re.compile(rf"rank-?[0-9]+-(.+-)?[0-9]+\.json|{TEMPORARY}"),
