@@ -34,6 +34,21 @@ def run_in_daemon_thread(name: str, body: Callable[[], T]) -> Future[T]:
     return outcome
 
 
+def on_current_device(body: Callable[[], T]) -> Callable[[], T]:
+    """Return `body` for another thread, which would start with GPU 0 as its current device."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return body
+    device = torch.cuda.current_device()
+
+    def run() -> T:
+        with torch.cuda.device(device):
+            return body()
+
+    return run
+
+
 def start_thread(thread: threading.Thread) -> None:
     """Start `thread`. UbOverlapError where the system refuses it: a RuntimeError alone would look like one of c10d."""
     try:
