@@ -7,6 +7,16 @@
 
 namespace ub_overlap {
 
+namespace {
+
+// The failure of a peer that an error is about; null where this rank has failed by itself.
+const Failure* peer_failure_in(const std::exception& error) {
+    const auto* failed = dynamic_cast<const CallbackFailed*>(&error);
+    return failed && failed->failure ? &*failed->failure : nullptr;
+}
+
+}  // namespace
+
 std::string digest_of(const std::string& site) {
     const size_t slash = site.find('/');
     return slash == std::string::npos ? "" : site.substr(0, slash);
@@ -75,6 +85,8 @@ void Session::mark_failed(const Call& call, const std::string& text, const Failu
     Failure record;
     if (failure) {
         record = *failure;
+        if (record.reporter < 0) record.reporter = rank_;
+        if (!record.op[0]) set_text(record.op, call.op_name), set_text(record.site, call.site);
     } else {
         record.code = FailureCode::peer_failed;
         record.reporter = record.culprit = rank_;
@@ -110,7 +122,7 @@ uint64_t Session::verify_only(const Call& call) {
         verify(call);
     } catch (const std::exception& error) {
         flight_.set_state(number, CallState::failed);
-        mark_failed(call, error.what(), nullptr);
+        mark_failed(call, error.what(), peer_failure_in(error));
         throw;
     }
     flight_.set_state(number, CallState::started);
@@ -154,7 +166,7 @@ void Session::tune(const Tuning& tuning) {
         Call call;
         call.op_name = tuning.op;
         call.site = tuning.site;
-        mark_failed(call, error.what(), nullptr);
+        mark_failed(call, error.what(), peer_failure_in(error));
         throw;
     }
 }
@@ -212,7 +224,7 @@ void Session::run_op_of(const Call& call, uint64_t number, const std::function<v
         throw;
     } catch (const std::exception& error) {
         flight_.set_state(number, CallState::failed);
-        mark_failed(call, error.what(), nullptr);
+        mark_failed(call, error.what(), peer_failure_in(error));
         throw;
     } catch (...) {
         flight_.set_state(number, CallState::failed);

@@ -139,7 +139,7 @@ def _bind_ranks(exchange: Exchange, device: str, slot_bytes: int) -> Session:
             return _make_session(group, device, rank, ranks, exchange, arena, "shared memory", "")
         return _bind_cuda(exchange, arena, slot_bytes, doing)
     except BaseException as error:  # a peer may have bound already: it looks for failures in the arena, not in the Store
-        arena.fail(f"{type(error).__name__}: {error}", exchange.op, exchange.site)
+        arena.fail(error, exchange.op, exchange.site)
         raise
 
 

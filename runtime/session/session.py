@@ -209,8 +209,7 @@ class Session:
         except BaseException as error:  # also Ctrl-C: the peers need not wait for this rank
             exchange.fail_with(error)
             # A peer may have its channels by now. Another attempt would read this one's texts in the Store.
-            text = f"{type(error).__name__}: {error}"
-            extension().Arena.fail(getattr(self._arena, "core", self._arena), text, exchange.op, exchange.site)
+            extension().Arena.fail(getattr(self._arena, "core", self._arena), error, exchange.op, exchange.site)
             raise
         self.core.set_channels(made.core)
         self.message_bytes = made.message_bytes
