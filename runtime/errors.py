@@ -60,6 +60,10 @@ class RankError(UbOverlapError):
         self.ranks = tuple(ranks)
         super().__init__(what, where=where, got=got, expected=expected, fix=fix)
 
+    def is_caused_by_others(self, rank: int) -> bool:
+        """Return whether the ranks at fault are others than `rank`, which has raised this error."""
+        return bool(self.ranks) and rank not in self.ranks
+
 
 class PlanMismatchError(RankError):
     """The ranks of a group compiled different plans. `ranks`: those whose plan differs from this rank's.
@@ -81,7 +85,8 @@ class PeerTimeoutError(RankError):
     """Ranks of the group did not arrive before the deadline, or their processes are gone.
 
     `ranks`: their ranks in the group. `op`, `site`, `phase`, `chunk`: the wait that timed out. `expected_epoch` and
-    `observed_epoch`: the call it belongs to and the last call seen. `reporter`: the rank that noticed.
+    `observed_epoch`: the call it belongs to and the last call seen. `reporter`: the rank that noticed. `is_gone`: the process
+    has ended. `waited_s`: the deadline, 0 where none was reached.
     """
 
     def __init__(
@@ -95,9 +100,12 @@ class PeerTimeoutError(RankError):
         expected_epoch: int = 0,
         observed_epoch: int = 0,
         reporter: int = -1,
+        is_gone: bool = False,
+        waited_s: float = 0.0,
         **fields: Any,
     ) -> None:
         self.op, self.site, self.phase, self.chunk = op, site, phase, chunk
+        self.is_gone, self.waited_s = is_gone, waited_s
         self.expected_epoch, self.observed_epoch, self.reporter = expected_epoch, observed_epoch, reporter
         super().__init__(what, **fields)
 
@@ -186,6 +194,8 @@ def _peer_timeout(fields: dict[str, str]) -> UbOverlapError:
         expected_epoch=awaited,
         observed_epoch=seen,
         reporter=int(fields["reporter"]),
+        is_gone=is_gone,
+        waited_s=float(waited),
         where=f"{fields['op']} at site '{fields['site']}', phase {fields['phase']}, chunk {fields['chunk']}; "
         f"noticed by rank {fields['reporter']}",
         got="" if is_gone else _peer_state(fields, seen),
@@ -290,6 +300,47 @@ def make(name: str, fields: dict[str, str]) -> UbOverlapError:
     cls = globals().get(name, UbOverlapError)
     plain = {key: value for key, value in fields.items() if key in ("where", "got", "expected", "fix")}
     return cls(fields.get("what", name), **plain)
+
+
+def to_peers(error: BaseException, rank: int) -> dict[str, Any]:
+    """Return what the peers of `rank`, which has raised `error`, are told: the ranks at fault, and the error as they raise it.
+
+    A rank that only noticed a peer's failure is not at fault. `from_peers` is the inverse.
+    """
+    told: dict[str, Any] = {"rank": rank, "text": f"{type(error).__name__}: {error}"}
+    if isinstance(error, (PeerTimeoutError, PeerFailedError)) and error.is_caused_by_others(rank):
+        parts = ("what", "ranks", "where", "got", "expected", "fix")
+        told |= {"name": type(error).__name__, **{part: getattr(error, part) for part in parts}}
+    return told
+
+
+def from_peers(told: dict[str, Any], rank: int, op: str, site: str) -> RankError:
+    """Return the error of `rank`, which waits for a peer in `op` and was told that this one failed."""
+    ranks = told.get("ranks", ())
+    if not ranks or rank in ranks:  # this rank itself is at fault: an error names others
+        found = make("PeerFailedError", {"ranks": str(told["rank"]), "got": told["text"], "op": op, "site": site})
+        assert isinstance(found, RankError)
+        return found
+    cls: Any = {"PeerTimeoutError": PeerTimeoutError, "PeerFailedError": PeerFailedError}[told["name"]]
+    more = {"op": op, "site": site, "reporter": told["rank"]} if cls is PeerTimeoutError else {}
+    return cls(told["what"], **{part: told[part] for part in ("ranks", "where", "got", "expected", "fix")}, **more)
+
+
+def failure_record(error: BaseException) -> dict[str, Any] | None:
+    """Return what C++ writes into the memory of the peers of a rank that has raised `error`: core/failure.h has the fields.
+
+    None where the rank itself has failed.
+    """
+    if not isinstance(error, (PeerTimeoutError, PeerFailedError)) or not error.ranks:
+        return None
+    record: dict[str, Any] = {"culprit": error.ranks[0], "got": error.got}
+    if isinstance(error, PeerTimeoutError):
+        record |= {"op": error.op, "site": error.site, "phase": error.phase, "waited_s": error.waited_s}
+        if not error.is_gone and not error.waited_s:  # the Store did not answer: say that
+            record["got"] = str(error).partition("\n")[0]
+            return {**record, "code": "peer_failed"}
+        return {**record, "got": "", "code": "peer_died" if error.is_gone else "peer_timeout"}
+    return {**record, "code": "peer_failed"}
 
 
 class MissError(UbOverlapError):

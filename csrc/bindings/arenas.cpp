@@ -4,6 +4,7 @@
 
 #include "bindings/definitions.h"
 #include "bindings/python.h"
+#include "bindings/python_callback.h"
 #include "core/published_calls.h"
 #include "cpu/shm_arena.h"
 #ifdef UB_OVERLAP_CUDA
@@ -51,17 +52,47 @@ py::object abort_text(Arena& arena) {
     throw py::error_already_set();
 }
 
-void fail_group(Arena& arena, const std::string& text, const std::string& op, const std::string& site) {
+void fail_group(Arena& arena, py::handle error, const std::string& op, const std::string& site) {
     Failure failure;
-    failure.code = FailureCode::peer_failed;
-    failure.reporter = failure.culprit = arena.rank();
+    if (const std::optional<Failure> of_peer = peer_failure_of(error)) {
+        failure = *of_peer;
+    } else {
+        failure.code = FailureCode::peer_failed;
+        failure.culprit = arena.rank();
+        set_text(failure.got, text_of(error));
+    }
+    failure.reporter = arena.rank();
     set_text(failure.op, op);
     set_text(failure.site, site);
-    set_text(failure.got, text);
+    const py::gil_scoped_release released;
     arena.abort(failure);
 }
 
 }  // namespace
+
+std::optional<Failure> peer_failure_of(py::handle error) {
+    py::object record;
+    try {
+        record = py::module_::import("ub_overlap.runtime.errors").attr("failure_record")(error);
+    } catch (const py::error_already_set&) {  // the interpreter ends: the error itself matters more
+    }
+    if (!record || record.is_none()) return std::nullopt;
+    const auto text = [&](const char* field) {
+        return record.contains(field) ? record[field].cast<std::string>() : std::string();
+    };
+    Failure failure;
+    const std::string code = text("code");
+    failure.code = code == "peer_died"      ? FailureCode::peer_died
+                   : code == "peer_timeout" ? FailureCode::peer_timeout
+                                            : FailureCode::peer_failed;
+    failure.culprit = record["culprit"].cast<int>();
+    if (record.contains("waited_s")) failure.waited_s = record["waited_s"].cast<double>();
+    set_text(failure.op, text("op"));
+    set_text(failure.site, text("site"));
+    set_text(failure.phase, text("phase"));
+    set_text(failure.got, text("got"));
+    return failure;
+}
 
 void define_arenas(py::module_& m) {
     py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
@@ -72,8 +103,8 @@ void define_arenas(py::module_& m) {
              "Raises where a peer's call in this slot is at another site.")
         .def("watch", &Arena::watch, py::call_guard<py::gil_scoped_release>(),
              "Ends waits of a device for a rank that is gone or has failed. For a watchdog.")
-        .def("fail", &fail_group, py::arg("text"), py::arg("op"), py::arg("site"), py::call_guard<py::gil_scoped_release>(),
-             "Tells all ranks that this one failed, unless they know of a failure.");
+        .def("fail", &fail_group, py::arg("error"), py::arg("op"), py::arg("site"),
+             "Tells all ranks of the exception of this one, and whose fault it is, unless they know of a failure.");
 
     py::class_<ShmArena, Arena, std::shared_ptr<ShmArena>>(m, "ShmArena")
         .def(py::init<int, int, int64_t>(), py::arg("rank"), py::arg("ranks"), py::arg("slot_bytes"),

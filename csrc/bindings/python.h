@@ -13,7 +13,7 @@
 namespace ub_overlap {
 
 // A Python exception caught in a callback, on its way through code that knows no Python. `value` is the exception object.
-struct PythonRaised : std::exception {
+struct PythonRaised : CallbackFailed {
     PythonRaised(std::shared_ptr<void> value, std::string text) : value(std::move(value)), text(std::move(text)) {}
     const char* what() const noexcept override { return text.c_str(); }
     std::shared_ptr<void> value;

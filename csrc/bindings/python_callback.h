@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "bindings/python.h"
@@ -23,6 +24,15 @@ inline pybind11::handle handle_of(const std::shared_ptr<void>& held) {
     return {static_cast<PyObject*>(held.get())};
 }
 
+// The text of a Python exception, with its class.
+inline std::string text_of(pybind11::handle error) {
+    return pybind11::str(pybind11::type::of(error).attr("__name__")).cast<std::string>() + ": " +
+           pybind11::str(error).cast<std::string>();
+}
+
+// The failure of a peer that a Python exception is about (failure_record in runtime/errors.py). Needs the GIL.
+std::optional<Failure> peer_failure_of(pybind11::handle error);
+
 // Runs a callback into Python from any thread; a Python exception travels on as PythonRaised.
 template <typename Body>
 auto in_python(Body body) {
@@ -30,9 +40,9 @@ auto in_python(Body body) {
     try {
         return body();
     } catch (pybind11::error_already_set& error) {
-        const std::string text = pybind11::str(error.type().attr("__name__")).cast<std::string>() + ": " +
-                                 pybind11::str(error.value()).cast<std::string>();
-        throw PythonRaised(hold(error.value()), text);
+        PythonRaised raised(hold(error.value()), text_of(error.value()));
+        raised.failure = peer_failure_of(error.value());
+        throw raised;
     }
 }
 

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <exception>
 #include <map>
+#include <optional>
 #include <string>
 
 namespace ub_overlap {
@@ -41,6 +42,11 @@ struct CallFailed : std::exception {
     explicit CallFailed(const Failure& failure) : failure(failure) {}
     const char* what() const noexcept override { return "ub_overlap: a peer failed"; }
     Failure failure;
+};
+
+// A callback of the session failed. `failure`: of a peer, where that is why; else this rank has failed by itself.
+struct CallbackFailed : std::exception {
+    std::optional<Failure> failure;
 };
 
 // Anything else that becomes a class of runtime/errors.py: its name and its fields.

@@ -64,10 +64,16 @@ std::shared_ptr<Transfer> PointToPoint::issue(Message message) {
     const uint64_t first = next;
     const int source = message.sends ? rank : message.peer, destination = message.sends ? message.peer : rank;
     board_->note(source, destination, message.sends, first, message.text);
+    const bool sends = message.sends;
     const auto pieces = static_cast<uint64_t>(pieces_of(message));
-    std::shared_ptr<Transfer> transfer = begin(std::move(message), first);
-    next += pieces;  // a message that was refused has no number
-    return transfer;
+    try {
+        std::shared_ptr<Transfer> transfer = begin(std::move(message), first);
+        next += pieces;
+        return transfer;
+    } catch (...) {  // a message that was refused has no number, and peers must not read that it was issued
+        board_->note(source, destination, sends, first, "");
+        throw;
+    }
 }
 
 }  // namespace ub_overlap

@@ -98,7 +98,7 @@ class PointToPoint {
     int64_t slot_bytes(int peer) const { return board_->sizes().slot_bytes(peer, arena_->rank()); }
 
   protected:
-    // Called with the lock held. `first`: number of the message's first piece.
+    // Called with the lock held. `first`: number of the message's first piece. Where it throws, nothing of the message is left.
     virtual std::shared_ptr<Transfer> begin(Message message, uint64_t first) = 0;
     int64_t pieces_of(const Message& message) const;
 

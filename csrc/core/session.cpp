@@ -8,6 +8,16 @@
 
 namespace ub_overlap {
 
+namespace {
+
+// The failure of a peer that an error is about; null where this rank has failed by itself.
+const Failure* peer_failure_in(const std::exception& error) {
+    const auto* failed = dynamic_cast<const CallbackFailed*>(&error);
+    return failed && failed->failure ? &*failed->failure : nullptr;
+}
+
+}  // namespace
+
 Session::Session(std::string group, std::string device, int rank, int ranks, std::shared_ptr<Arena> arena,
                  std::string transport, std::string reason)
     : group_(std::move(group)),
@@ -71,6 +81,8 @@ void Session::mark_failed(const Call& call, const std::string& text, const Failu
     Failure record;
     if (failure) {
         record = *failure;
+        if (record.reporter < 0) record.reporter = rank_;
+        if (!record.op[0]) set_text(record.op, call.op_name), set_text(record.site, call.site);
     } else {
         record.code = FailureCode::peer_failed;
         record.reporter = record.culprit = rank_;
@@ -106,7 +118,7 @@ uint64_t Session::verify_only(const Call& call) {
         verify(call);
     } catch (const std::exception& error) {
         flight_.set_state(number, CallState::failed);
-        mark_failed(call, error.what(), nullptr);
+        mark_failed(call, error.what(), peer_failure_in(error));
         throw;
     }
     flight_.set_state(number, CallState::started);
@@ -150,7 +162,7 @@ void Session::tune(const Tuning& tuning) {
         Call call;
         call.op_name = tuning.op;
         call.site = tuning.site;
-        mark_failed(call, error.what(), nullptr);
+        mark_failed(call, error.what(), peer_failure_in(error));
         throw;
     }
 }
@@ -208,7 +220,7 @@ void Session::run_op_of(const Call& call, uint64_t number, const std::function<v
         throw;
     } catch (const std::exception& error) {
         flight_.set_state(number, CallState::failed);
-        mark_failed(call, error.what(), nullptr);
+        mark_failed(call, error.what(), peer_failure_in(error));
         throw;
     } catch (...) {
         flight_.set_state(number, CallState::failed);

@@ -5,6 +5,8 @@
 
 #include <atomic>
 
+#include "cpu/start_thread.h"
+
 namespace ub_overlap {
 
 CopyEngine& CopyEngine::get() {
@@ -24,14 +26,16 @@ CopyEngine& CopyEngine::get() {
     return *engine.load();
 }
 
-void CopyEngine::submit(Job& job) {
+std::shared_ptr<CopyEngine::Job> CopyEngine::submit(std::function<void()> run) {
+    const std::shared_ptr<Job> job(new Job(std::move(run)));
     std::lock_guard<std::mutex> lock(mutex_);
-    if (idle_ <= jobs_.size()) std::thread([this] { loop(); }).detach();
-    jobs_.push_back(&job);
+    if (idle_ <= jobs_.size()) start_thread("copies for peers", [this] { loop(); }).detach();
+    jobs_.push_back(job);
     wake_.notify_one();
+    return job;
 }
 
-void CopyEngine::wait(Job& job) {
+void CopyEngine::wait(const Job& job) {
     std::unique_lock<std::mutex> lock(mutex_);
     done_.wait(lock, [&] { return job.done; });
 }
@@ -43,7 +47,7 @@ void CopyEngine::loop() {
         ++idle_;
         wake_.wait(lock, [&] { return !jobs_.empty(); });
         --idle_;
-        Job* job = jobs_.front();
+        const std::shared_ptr<Job> job = std::move(jobs_.front());
         jobs_.pop_front();
         lock.unlock();
         job->run();

@@ -10,7 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <thread>
+#include <utility>
 
 namespace ub_overlap {
 
@@ -18,19 +18,24 @@ class CopyEngine {
   public:
     static CopyEngine& get();
 
-    // `job` must not throw. `wait` returns when it has run; what the job refers to must live until then.
-    struct Job {
+    // A function that a thread will run, or runs, or has run: only `submit` makes one, once there is such a thread.
+    class Job {
+      private:
+        friend class CopyEngine;
+        explicit Job(std::function<void()> run) : run(std::move(run)) {}
         std::function<void()> run;
         bool done = false;
     };
-    void submit(Job& job);
-    void wait(Job& job);
+    // `run` must not throw. NamedError where it needs a thread that cannot be started: then nothing is queued.
+    std::shared_ptr<Job> submit(std::function<void()> run);
+    // Returns when the job has run; what it refers to must live until then.
+    void wait(const Job& job);
 
   private:
     void loop();
     std::mutex mutex_;
     std::condition_variable wake_, done_;
-    std::deque<Job*> jobs_;
+    std::deque<std::shared_ptr<Job>> jobs_;
     size_t idle_ = 0;  // threads that wait for a job
 };
 

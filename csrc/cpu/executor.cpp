@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <deque>
 #include <exception>
 #include <iterator>
 #include <memory>
@@ -74,12 +73,17 @@ class Run final : public OpenWork {
     void start_copies(int first, int last) {
         const std::vector<int>& copies = program_.queues[copy_queue];
         if (std::none_of(copies.begin(), copies.end(), [=](int n) { return first <= n && n < last; })) return;
-        CopyEngine::Job* before = jobs_.empty() ? nullptr : &jobs_.back();
-        jobs_.push_back({[this, before, first, last] {
-            if (before) CopyEngine::get().wait(*before);
-            queue(copy_queue, first, last);
-        }});
-        CopyEngine::get().submit(jobs_.back());
+        const std::shared_ptr<const CopyEngine::Job> before = jobs_.empty() ? nullptr : jobs_.back();
+        jobs_.emplace_back();  // its memory first: a job that runs must be in the list, which `join` waits for
+        try {
+            jobs_.back() = CopyEngine::get().submit([this, before, first, last] {
+                if (before) CopyEngine::get().wait(*before);
+                queue(copy_queue, first, last);
+            });
+        } catch (...) {
+            jobs_.pop_back();
+            throw;
+        }
     }
     // Runs the COMPUTE steps from `first` to `last`, and waits until they and all copies have ended. Returns the times of
     // all steps that have run so far: not of the rounds that an all_to_all did not need.
@@ -92,7 +96,7 @@ class Run final : public OpenWork {
         return times;
     }
     void join() {
-        for (CopyEngine::Job& job : jobs_) CopyEngine::get().wait(job);
+        for (const auto& job : jobs_) CopyEngine::get().wait(*job);
         jobs_.clear();
     }
 
@@ -244,7 +248,7 @@ class Run final : public OpenWork {
     const Program& program_;
     MatmulFn matmul_;
     std::shared_ptr<const Injection> injection_;
-    std::deque<CopyEngine::Job> jobs_;  // in order
+    std::vector<std::shared_ptr<CopyEngine::Job>> jobs_;  // in order; the copy engine has all of them
     std::unique_ptr<std::atomic<uint8_t>[]> begun_, events_;
     std::vector<StepTime> times_;
     std::atomic<bool> stop_{false};

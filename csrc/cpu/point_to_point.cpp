@@ -9,6 +9,7 @@
 #include "core/settings.h"
 #include "core/wait_until.h"
 #include "cpu/shm_arena.h"
+#include "cpu/start_thread.h"
 #include "cpu/waiter.h"
 
 namespace ub_overlap {
@@ -75,8 +76,8 @@ CpuPointToPoint::~CpuPointToPoint() {
 std::shared_ptr<Transfer> CpuPointToPoint::begin(Message message, uint64_t first) {
     Worker& worker = workers_[{message.sends, message.peer}];
     auto transfer = std::make_shared<CpuTransfer>(std::move(message), first, completion_);
+    if (!worker.thread.joinable()) worker.thread = start_thread("sends or receives", [this, &worker] { work(worker); });
     worker.jobs.push_back(transfer);
-    if (!worker.thread.joinable()) worker.thread = std::thread([this, &worker] { work(worker); });
     worker.wake.notify_one();
     return transfer;
 }

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <map>
+#include <system_error>
 #include <thread>
 
 #include "cuda/kernels.h"
@@ -134,7 +135,7 @@ bool is_idle(int index, int64_t timeout_ns) {
         bool done = false, idle = false;
     };
     const auto answer = std::make_shared<Answer>();
-    std::thread([answer, index] {
+    const auto ask = [answer, index] {
         auto mode = cudaStreamCaptureModeRelaxed;  // refused during a capture, without harm to it
         const bool idle = cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess && cudaSetDevice(index) == cudaSuccess &&
                           cudaDeviceSynchronize() == cudaSuccess;
@@ -142,7 +143,12 @@ bool is_idle(int index, int64_t timeout_ns) {
         const std::lock_guard<std::mutex> lock(answer->mutex);
         answer->done = true, answer->idle = idle;
         answer->ready.notify_all();
-    }).detach();
+    };
+    try {
+        std::thread(ask).detach();
+    } catch (const std::system_error&) {  // no room for a thread: nothing is known of the device
+        return false;
+    }
     std::unique_lock<std::mutex> lock(answer->mutex);
     answer->ready.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] { return answer->done; });
     return answer->idle;

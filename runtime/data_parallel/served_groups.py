@@ -15,12 +15,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap._c10d_compat import new_group_like
 
 from .. import settings
 from ..functional.arena import initialize_group
 from ..session import own_groups
 from ..session.bind import find_session
+from ..session.made_groups import make_group_like
 from ..session.transport import unsupported_reason
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def _find_own_group(group: ProcessGroup, device: torch.device) -> tuple[str, str
     if not session.slot_bytes:
         return "", str(session.core.reason)
     limit = timedelta(seconds=settings.current().init_timeout_s)
-    made = new_group_like(group, "gloo", limit, f"data parallelism of {name}")
+    made = make_group_like(group, "gloo", limit, f"data parallelism of {name}", "data parallelism")
     initialize_group(made.group_name, 1, device=device)
     own_groups.add_group(group, _purpose(device), made, made.group_name)
     return made.group_name, ""

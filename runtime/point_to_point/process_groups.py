@@ -15,6 +15,7 @@ from ub_overlap import _c10d_compat, _torch_compat
 
 from ..extension import extension
 from ..session.group_argument import Group, name_of
+from ..session.made_groups import make_group_like
 from . import connect as connect  # sets the callback that makes channels
 
 BACKEND = "ub_overlap"
@@ -27,11 +28,12 @@ def make_group(group: Group = None, *, timeout: timedelta | None = None) -> dist
     Its collectives are those of gloo and NCCL. Pass it to `PipelineStage(group=...)`: schedules use it unchanged, and
     `batch_isend_irecv` too. Messages of a pair of ranks need the same order, dtype, bytes and tag on both ends.
     `group`: a ProcessGroup, a dim of a DeviceMesh, (mesh, dim), or None for the world. Collective over its ranks, not over the
-    world. `timeout`: of the collectives; messages have the deadline of a step.
+    world: each rank waits for the others by the deadline of a first call (`init_timeout_s`), and `ub_overlap.abort` of `group`
+    ends that. `timeout`: of the collectives; messages have the deadline of a step.
     """
     name = name_of(group)
     limit = default_pg_timeout if timeout is None else timeout
-    return _c10d_compat.new_group_like(_torch_compat.group_of(name), BACKEND, limit, f"messages of {name}")
+    return make_group_like(_torch_compat.group_of(name), BACKEND, limit, f"messages of {name}", "pipeline.make_group")
 
 
 def _create(options: Any, nccl_options: Any) -> Any:

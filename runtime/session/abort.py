@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from ub_overlap import _torch_compat
 
-from ..errors import OptionError
+from ..errors import OptionError, UbOverlapError
 from . import abort_signal, inherited_groups, own_groups
 from .daemon_thread import run_in_daemon_thread
 from .group_argument import Group, name_of
+from .made_groups import MEETING
 from .store_exchange import Exchange
 
 log = logging.getLogger("ub_overlap.runtime")
@@ -55,9 +56,10 @@ def abort(group: Group = None, *, reason: str = "") -> None:
     told = []
     for members in (one for one in fresh if one in _torch_compat.process_groups()):
         bound = {signal.device for signal in signals if signal.members() is members}
-        for device in _torch_compat.device_types(members):
+        for device in (*_torch_compat.device_types(members), MEETING):
             if device not in bound:
-                told.append(run_in_daemon_thread("ub_overlap-store", partial(_tell, members, device, text)))
+                with contextlib.suppress(UbOverlapError):  # no room for a thread: this rank's waits have ended all the same
+                    told.append(run_in_daemon_thread("ub_overlap-store", partial(_tell, members, device, text)))
     end = time.monotonic() + _TELL_S
     for outcome in told:
         with contextlib.suppress(Exception):

@@ -79,7 +79,7 @@ def bind(group: str, device: str, slot_bytes: int, op: str, site: str) -> Sessio
         try:
             session = _bind_ranks(exchange, device, slot_bytes)
         except BaseException as error:  # also Ctrl-C: the peers need not wait for this rank
-            exchange.fail(f"{type(error).__name__}: {error}")
+            exchange.fail_with(error)
             raise
     session.abort = abort
     abort.attach(session.core)
@@ -121,7 +121,7 @@ def _bind_ranks(exchange: Exchange, device: str, slot_bytes: int) -> Session:
     group, rank, ranks = exchange.group, exchange.rank, exchange.ranks
     doing = f"the first call of group '{group}'"
     hosts = _exchange_hosts(exchange, device, slot_bytes, doing)
-    host_groups.complete(group, exchange.prefix, f"{exchange.op} at site '{exchange.site}'")
+    host_groups.complete(group, exchange.prefix, f"{exchange.op} at site '{exchange.site}'", exchange.abort)
     choice = topology.choose_transport(_exchange_topology(exchange, device, hosts, doing))
     if choice.unknown:
         pairs = _describe_pairs(choice.unknown)
@@ -139,7 +139,7 @@ def _bind_ranks(exchange: Exchange, device: str, slot_bytes: int) -> Session:
             return _make_session(group, device, rank, ranks, exchange, arena, "shared memory", "")
         return _bind_cuda(exchange, arena, slot_bytes, doing)
     except BaseException as error:  # a peer may have bound already: it looks for failures in the arena, not in the Store
-        arena.fail(f"{type(error).__name__}: {error}", exchange.op, exchange.site)
+        arena.fail(error, exchange.op, exchange.site)
         raise
 
 

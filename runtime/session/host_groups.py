@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -20,8 +19,9 @@ import torch.distributed as dist
 from ub_overlap import _torch_compat as compat
 from ub_overlap._c10d_compat import add_backends, name_group, uses_nccl
 
-from .. import errors, settings
 from . import inherited_groups, own_groups
+from .abort_signal import AbortSignal
+from .group_creation import create, creation_limit
 from .host_layout import find_layout, world_hosts
 
 _lock = threading.Lock()
@@ -57,10 +57,10 @@ def store_of(group: Any) -> Any:
     return _origins[group][2] if group in _origins else compat.store_of(group)
 
 
-def complete(name: str, attempt: str, where: str) -> None:
+def complete(name: str, attempt: str, where: str, abort: AbortSignal) -> None:
     """Give the group `name` its backends if it is one of these. Collective over its ranks.
 
-    `attempt`: a text that no earlier session of the group had. `where`: the op and its site.
+    `attempt`: a text that no earlier session of the group had. `where`: the op and its site. `abort`: ends it.
     """
     group = compat.group_of(name)
     if group not in _origins:
@@ -72,16 +72,12 @@ def complete(name: str, attempt: str, where: str) -> None:
         raise inherited_groups.fork_error(name)
     if compat.device_types(group):
         return
-    limit = timedelta(seconds=settings.current().init_timeout_s)
     global_ranks = [compat.global_ranks(origin)[rank] for rank in ranks]
-    try:
-        own = dist.PrefixStore(attempt, store)  # a backend uses its keys once
-        add_backends(group, own, limit, global_ranks, name, uses_nccl(origin))
-    except RuntimeError as failure:  # base class of c10d's errors
-        raise errors.CollectiveError(
-            f"the process group of ranks {list(ranks)} of group '{origin.group_name}' could not be made",
-            where=where,
-            got=str(failure).partition("\n")[0],
-            expected=f"all of them make it within {limit.total_seconds():g} s",
-            fix="look at the other ranks; hierarchical='off' needs no further groups",
-        ) from failure
+    own = dist.PrefixStore(attempt, store)  # a backend uses its keys once
+    with_nccl = uses_nccl(origin)
+
+    def body() -> None:
+        add_backends(group, own, creation_limit(), global_ranks, name, with_nccl)
+
+    fix = "look at the other ranks; hierarchical='off' needs no further groups"
+    create(body, abort, ranks, origin.group_name, where, fix)

@@ -109,7 +109,7 @@ class Session:
             if self._arena is not None and largest > self._arena.slot_bytes:
                 self.grow(largest, op, site)
         except BaseException as error:  # also Ctrl-C: without an arena the peers have no other way to learn of it
-            exchange.fail(f"{type(error).__name__}: {error}")
+            exchange.fail_with(error)
             raise
 
     def grow(self, needed: int, op: str, site: str, slot: int = 0) -> None:
@@ -190,7 +190,7 @@ class Session:
                 if record != own:
                     raise _other_abandoned(exchange, rank, record, own)
         except BaseException as error:  # without an arena the peers have no other way to learn of it
-            exchange.fail(f"{type(error).__name__}: {error}")
+            exchange.fail_with(error)
             raise
         text = "group '%s': %s at site '%s' was started and not finished, as after an exception; it ends now, on all ranks"
         log.warning(text, exchange.group, op, site)
@@ -207,10 +207,9 @@ class Session:
         try:
             made = channels.share(exchange, self._arena, size, slots, far, self._check_peers)
         except BaseException as error:  # also Ctrl-C: the peers need not wait for this rank
-            text = f"{type(error).__name__}: {error}"
-            exchange.fail(text)
+            exchange.fail_with(error)
             # A peer may have its channels by now. Another attempt would read this one's texts in the Store.
-            extension().Arena.fail(getattr(self._arena, "core", self._arena), text, exchange.op, exchange.site)
+            extension().Arena.fail(getattr(self._arena, "core", self._arena), error, exchange.op, exchange.site)
             raise
         self.core.set_channels(made.core)
         self.message_bytes = made.message_bytes

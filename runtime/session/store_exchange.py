@@ -2,8 +2,8 @@
 
 A deadline is given by a word, the one in the setting's name: "init" (peers may be compiling) or "step" (all ranks are in a
 call). An error names the ranks that did not arrive. A rank that fails writes its error under "failed", so that its peers fail
-at once with that text. The Store itself may fail or hang with the process that hosts it, and c10d waits for it without a
-deadline. So every request to it runs on a daemon thread.
+at once, and name the rank at fault: this one, or that for which it has waited. The Store itself may fail or hang with the
+process that hosts it, and c10d waits for it without a deadline. So every request to it runs on a daemon thread.
 """
 
 from __future__ import annotations
@@ -66,10 +66,30 @@ class Exchange:
 
     def fail(self, text: str) -> None:
         """Tell the peers that wait for this rank that it has failed. Wait at most a second for the Store."""
+        self._tell({"rank": self.rank, "text": text}, [self._key("failed", self.rank)])
+
+    def fail_with(self, error: BaseException) -> None:
+        """Tell the peers that this rank has failed with `error`, and whose fault that is.
+
+        Those that do not wait for this rank learn of a rank that is gone or late, and of an abort. Of other errors they do
+        not: they may find the same one by themselves, with more to say.
+        """
+        is_for_all = isinstance(error, (errors.PeerTimeoutError, errors.PeerFailedError, errors.GroupAbortedError))
+        own = self._key("failed", self.rank)
+        self._tell(errors.to_peers(error, self.rank), [own, self._any_failure] if is_for_all else [own])
+
+    @property
+    def _any_failure(self) -> str:
+        return f"{self._prefix}/failed/any"
+
+    def _tell(self, told: dict[str, Any], keys: Sequence[str]) -> None:
+        def write() -> None:
+            for key in keys:
+                self.store.set(key, json.dumps(told))
+
         if not self._store_hangs:
-            key = self._key("failed", self.rank)
             with contextlib.suppress(Exception):
-                run_in_daemon_thread("ub_overlap-store", lambda: self.store.set(key, text)).result(_FAIL_S)
+                run_in_daemon_thread("ub_overlap-store", write).result(_FAIL_S)
 
     def find_silent_ranks(self, seconds: float) -> tuple[int, ...]:
         """Return the other ranks that have not called `fail` within `seconds`; none where the Store does not answer."""
@@ -173,9 +193,12 @@ class Exchange:
         """Return the error for a rank whose process ended before it arrived at `topic`."""
         late = errors.ranks_text([rank])
         what = f"{late} of the group is gone: its process ended while the group was set up"
-        return self._timeout_error(what, [rank], topic, f"nothing from {late}", f"look at the log of {late}")
+        fix = f"look at the log of {late}"
+        return self._timeout_error(what, [rank], topic, f"nothing from {late}", fix, is_gone=True)
 
-    def _timeout_error(self, what: str, missing: Sequence[int], phase: str, got: str, fix: str) -> errors.PeerTimeoutError:
+    def _timeout_error(
+        self, what: str, missing: Sequence[int], phase: str, got: str, fix: str, is_gone: bool = False, waited_s: float = 0.0
+    ) -> errors.PeerTimeoutError:
         return errors.PeerTimeoutError(
             what,
             ranks=missing,
@@ -187,6 +210,8 @@ class Exchange:
             got=got,
             expected=f"{self.ranks} ranks",
             fix=fix,
+            is_gone=is_gone,
+            waited_s=waited_s,
         )
 
     def _collect(
@@ -222,19 +247,18 @@ class Exchange:
                 late = errors.ranks_text(missing)
                 what = f"{late} of the group did not arrive at {doing} within {timeout_s:g} s"
                 fix = f"look at the log and the stack of {late}; if it is only slow, {settings.advise(f'{deadline}_timeout_s')}"
-                raise self._timeout_error(what, missing, topic, errors.ranks_text(sorted(texts)), fix)
+                raise self._timeout_error(what, missing, topic, errors.ranks_text(sorted(texts)), fix, waited_s=timeout_s)
             cancelled.wait(pause)
             pause = min(pause * 1.5, 0.02)
 
     def _find_failure(self, missing: Sequence[int], check: Callable[[], None] | None) -> Exception | None:
-        """Return the error of `check`, or of a missing rank that wrote one, else None."""
+        """Return the error of `check`, of a missing rank that wrote one, or of any rank that knows of one, else None."""
         try:
             if check:
                 check()
         except errors.UbOverlapError as error:
             return error
-        for rank in missing:
-            if self.store.check([self._key("failed", rank)]):
-                text = self.store.get(self._key("failed", rank)).decode()
-                return errors.make("PeerFailedError", {"ranks": str(rank), "got": text, "op": self.op, "site": self.site})
+        for key in (*(self._key("failed", rank) for rank in missing), self._any_failure):
+            if self.store.check([key]):
+                return errors.from_peers(json.loads(self.store.get(key)), self.rank, self.op, self.site)
         return None

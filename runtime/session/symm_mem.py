@@ -31,7 +31,7 @@ from .. import errors, settings
 from ..schedule.steps import FUSED_SLOT, SLOTS
 from . import device_wait
 from .abort_signal import AbortSignal
-from .daemon_thread import run_in_daemon_thread
+from .daemon_thread import on_current_device, run_in_daemon_thread
 
 log = logging.getLogger(__name__)
 
@@ -330,13 +330,7 @@ def _outside_pools(body: Callable[[], T], abort: AbortSignal) -> T:
     While torch warms up for a CUDA graph, this thread allocates from that graph's pool, where nothing may outlive the graph.
     The pointer tables of a rendezvous do outlive it.
     """
-    device = torch.cuda.current_device()
-
-    def run() -> T:
-        with torch.cuda.device(device):
-            return body()
-
-    outcome = run_in_daemon_thread("ub_overlap-rendezvous", run)
+    outcome = run_in_daemon_thread("ub_overlap-rendezvous", on_current_device(body))
     timeout_s = settings.current().init_timeout_s
     try:
         return abort.result(outcome, timeout_s, "torch's rendezvous for symmetric memory")

@@ -14,6 +14,7 @@ ends waits of a GPU for a rank whose process is gone.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -25,7 +26,7 @@ from typing import Any
 from .. import errors
 from ..extension import extension
 from . import abort_signal, flight
-from .daemon_thread import run_in_daemon_thread
+from .daemon_thread import run_in_daemon_thread, start_thread
 
 log = logging.getLogger("ub_overlap.runtime")
 
@@ -68,8 +69,9 @@ class Watchdog:
                 # Runs before handlers registered earlier: before the sessions close (runtime/ops/__init__.py).
                 atexit.register(self.stop)
                 name = "ub_overlap-watchdog"
-                self._thread = threading.Thread(target=self._run, args=(self._stopping,), name=name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, args=(self._stopping,), name=name, daemon=True)
+                start_thread(thread)
+                self._thread = thread  # only now: the next `watch` tries again where the system refuses it
 
     def call_at_poll(self, callback: Callable[[], None]) -> None:
         """Let the thread call `callback` each time, too. Idempotent."""
@@ -97,8 +99,9 @@ class Watchdog:
             self.poll()
             if extension().has_destroyed_groups():
                 # Closing waits for running calls, on a thread of its own: failures of other groups must not wait.
-                closing = run_in_daemon_thread("ub_overlap-close", extension().close_destroyed_groups)
-                self._closing = [*(other for other in self._closing if not other.done()), closing]
+                with contextlib.suppress(errors.UbOverlapError):  # no room for a thread: at a later poll
+                    closing = run_in_daemon_thread("ub_overlap-close", extension().close_destroyed_groups)
+                    self._closing = [*(other for other in self._closing if not other.done()), closing]
             with self._lock:
                 if stopping.is_set() or not (self._watched or self._failed or abort_signal.signals()):
                     if self._stopping is stopping:

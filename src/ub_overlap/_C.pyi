@@ -13,8 +13,8 @@ class Arena:
         """Raise what a peer reported."""
     def watch(self) -> None:
         """End waits of a device for a rank that is gone or has failed. For a watchdog."""
-    def fail(self, text: str, op: str, site: str) -> None:
-        """Tell all ranks that this one failed, unless they know of a failure."""
+    def fail(self, error: BaseException, op: str, site: str) -> None:
+        """Tell all ranks of the exception of this one, and whose fault it is, unless they know of a failure."""
 
 class ShmArena(Arena):
     def __init__(self, rank: int, ranks: int, slot_bytes: int) -> None: ...

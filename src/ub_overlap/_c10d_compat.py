@@ -86,12 +86,13 @@ def _has_nccl() -> bool:
     return dist.is_nccl_available() and torch.cuda.is_available()
 
 
-def new_group_like(group: Any, backend: str, timeout: Any, description: str) -> Any:
+def new_group_like(group: Any, backend: str, creation_timeout: Any, timeout: Any, description: str) -> Any:
     """Return a new process group with the ranks of `group`, in the same order. Collective over those ranks alone.
 
     dist.new_group(use_local_synchronization=True) derives the name from the number of groups that this rank is in. Ranks that
     are in different numbers of groups would wait for each other under different names. Here each rank counts the groups
     that it has made from `group`, in its Store: a later group of the same name goes on counting.
+    `creation_timeout`: of the waits for the other ranks, here. `timeout`: of the collectives.
     """
     import torch.distributed as dist
 
@@ -100,7 +101,8 @@ def new_group_like(group: Any, backend: str, timeout: Any, description: str) -> 
     number = store.add(f"ub_overlap/groups/{rank}", 1)
     made, _ = _torch_compat.new_named_group(
         len(ranks), rank, ranks, dist.Backend(backend), store, f"{group.group_name}.ub_overlap.{number}",
-        timeout=timeout, device_id=world.bound_device_id, group_desc=description,
+        timeout=creation_timeout, device_id=world.bound_device_id, group_desc=description,
     )  # fmt: skip
     _torch_compat.c10d_world.pg_group_ranks[made] = {global_rank: index for index, global_rank in enumerate(ranks)}
+    made.set_timeout(timeout)
     return made

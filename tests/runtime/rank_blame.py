@@ -72,6 +72,33 @@ def is_killed(rank: int, world: int, kind: str, victim: int) -> dict[str, Any]:
     return attempt(lambda: CALLS[kind](name, rank, world, 6))
 
 
+def is_killed_while_memory_grows(rank: int, world: int, victim: int) -> dict[str, Any]:
+    """The victim dies before a call that needs more memory. Rank 1 comes to it after rank 0 has failed."""
+    name = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    settings.configure(step_timeout_s=60.0)
+    gather(name, rank, world, 6)
+    dist.barrier()
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(2.5)
+    return attempt(lambda: gather(name, rank, world, 1 << 17))
+
+
+def is_late_while_memory_grows(rank: int, world: int, victim: int, step_s: float) -> dict[str, Any]:
+    """The victim lives, and does not come to a call that needs more memory. Rank 1 comes just before the deadline of rank 0."""
+    name = dist.new_group(list(range(world))).group_name
+    with reset():
+        gather(name, rank, world, 6)
+        dist.barrier()
+        settings.configure(step_timeout_s=step_s)
+        if rank == 1:
+            time.sleep(0.7 * step_s)
+        found = attempt(lambda: rank == victim or gather(name, rank, world, 1 << 17))
+        dist.barrier()
+        return found
+
+
 def all_stopped(rank: int, world: int, where: str, step_s: float) -> dict[str, Any]:
     """The whole job is stopped for longer than the deadline while it waits, and continued. Nothing has failed."""
     name = dist.new_group(list(range(world))).group_name

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ub_overlap
+from ub_overlap import _c10d_compat
 from ub_overlap.runtime import errors, ops, settings
 from ub_overlap.runtime.session import channels
 
@@ -236,6 +237,27 @@ def unequal_groups(rank: int, world: int) -> list[float]:
         sent.wait()
         got.append(out.item())
     return got
+
+
+def never_makes_the_group(rank: int, world: int, init_s: float, how: str) -> dict[str, Any]:
+    """Rank 1 dies before it makes the group, or within. Where `how` says so, a thread of rank 0 aborts the world meanwhile."""
+    settings.configure(init_timeout_s=init_s)
+    if rank == 1 and how == "abort in creation":
+        with mock.patch.object(_c10d_compat, "new_group_like", side_effect=lambda *_: os._exit(0)):
+            ub_overlap.pipeline.make_group()
+    if rank == 1:
+        os._exit(0)
+    if rank == 0 and how:
+        threading.Timer(2.0, lambda: ub_overlap.abort(dist.group.WORLD, reason="enough")).start()
+    return attempt(ub_overlap.pipeline.make_group)
+
+
+def timeout_of_a_made_group(rank: int, world: int) -> dict[str, Any]:
+    """Rank 1 does not call a collective of a group with a timeout of a second."""
+    group = ub_overlap.pipeline.make_group(dist.group.WORLD, timeout=timedelta(seconds=1))
+    found = attempt(lambda: rank == 1 or dist.all_reduce(torch.ones(1), group=group))
+    dist.barrier()
+    return found
 
 
 def c10d_mismatch(rank: int, world: int) -> dict[str, Any]:

@@ -44,6 +44,20 @@ def test_a_killed_rank() -> None:
         assert (outcomes[rank].value["error"], outcomes[rank].value["ranks"]) == ("PeerTimeoutError", (2,)), outcomes[rank]
 
 
+def test_a_rank_that_is_killed_while_memory_grows() -> None:
+    """The rank that has noticed it is not at fault, for those that learn of it from that rank."""
+    outcomes = observe_ranks("tests.runtime.rank_blame:is_killed_while_memory_grows", 3, args=(2,), wait_for=(0, 1))
+    for rank in (0, 1):
+        found = outcomes[rank].value
+        assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (2,)), found
+        assert "rank 2 of the group is gone" in found["text"]
+
+
+def test_a_rank_that_is_late_while_memory_grows(pools: dict[int, RankPool]) -> None:
+    for found in pools[3].run(rank_blame.is_late_while_memory_grows, 2, STEP)[:2]:
+        assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (2,)), found
+
+
 @pytest.mark.parametrize("where", full_but(["bind"], ["op", "bind"]))
 def test_a_job_that_was_stopped(pools: dict[int, RankPool], where: str) -> None:
     for found in pools[2].run(rank_blame.all_stopped, where, 2.0):

@@ -154,3 +154,18 @@ def test_picks_are_of_this_version_and_setting(monkeypatch: pytest.MonkeyPatch) 
         settings.configure(replay=before)
     monkeypatch.setattr(autotune, "extension", lambda: SimpleNamespace(build_info=lambda: {"version": "another"}))
     assert key() != mine
+
+
+def test_the_rank_that_noticed_is_not_at_fault() -> None:
+    """A peer's failure is handed on as it is, but to the rank at fault; an error of a rank's own names that rank."""
+    noticed = errors.PeerTimeoutError("rank 2 of the group is gone", ranks=(2,), is_gone=True, fix="look at its log")
+    told = json.loads(json.dumps(errors.to_peers(noticed, 0)))
+    found = errors.from_peers(told, 1, "op", "/site")
+    assert (type(found), found.ranks, found.what, found.fix) == (errors.PeerTimeoutError, (2,), noticed.what, noticed.fix)
+    blamed = errors.from_peers(told, 2, "op", "/site")
+    assert (type(blamed), blamed.ranks, blamed.got) == (errors.PeerFailedError, (0,), f"PeerTimeoutError: {noticed}")
+    own = errors.from_peers(errors.to_peers(ValueError("no"), 0), 1, "op", "/site")
+    assert (type(own), own.ranks, own.got) == (errors.PeerFailedError, (0,), "ValueError: no")
+    record = errors.failure_record(noticed)
+    assert record is not None and (record["culprit"], record["code"]) == (2, "peer_died")
+    assert errors.failure_record(ValueError("no")) is None

@@ -106,6 +106,36 @@ def test_ranks_in_different_numbers_of_groups(pools: dict[int, RankPool]) -> Non
     assert pools[3].run(ranks.unequal_groups) == [[2.0, 12.0], [0.0, 10.0], [1.0, 11.0]]
 
 
+@pytest.mark.tier("test")
+def test_a_rank_that_never_makes_the_group() -> None:
+    """make_group ends by the deadline of a first call, not by torch's 30 minutes, and names the rank."""
+    found = observe_ranks("tests.runtime.rank_point_to_point:never_makes_the_group", 3, (STEP, ""), 90.0, (0, 2))
+    for rank in (0, 2):
+        assert (found[rank].value["error"], found[rank].value["ranks"]) == ("PeerTimeoutError", (1,)), found[rank]
+        assert "pipeline.make_group" in found[rank].value["text"]
+        assert found[rank].value["seconds"] < 2 * STEP + SLACK, found[rank]
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("how", ["abort", "abort in creation"])
+def test_an_abort_ends_the_making_of_a_group(how: str) -> None:
+    """Of this rank's group, and of its peers'. In creation: every rank has arrived, and c10d waits inside a constructor."""
+    ends = (0, 2) if how == "abort" else (0,)
+    found = observe_ranks("tests.runtime.rank_point_to_point:never_makes_the_group", 3, (60.0, how), 90.0, ends)
+    first, other = found[0].value, found[2].value
+    assert first["error"] == "GroupAbortedError" and "enough" in first["text"], first
+    assert first["seconds"] < SLACK, first
+    if how == "abort":
+        assert (other["error"], other["ranks"]) == ("PeerFailedError", (0,)), other
+        assert other["seconds"] < SLACK, other
+
+
+def test_the_timeout_of_a_made_group(pools: dict[int, RankPool]) -> None:
+    """Its collectives have the timeout that the caller gave, not the one of the waits in make_group."""
+    found = pools[2].run(ranks.timeout_of_a_made_group)[0]
+    assert found["error"] and found["seconds"] < SLACK, found
+
+
 def test_torch_distributed_raises_our_errors(pools: dict[int, RankPool]) -> None:
     _, receiver = pools[2].run(ranks.c10d_mismatch)
     assert receiver["error"] == "ShapeMismatchError", receiver
