@@ -303,27 +303,27 @@ def make(name: str, fields: dict[str, str]) -> UbOverlapError:
 
 
 def to_peers(error: BaseException, rank: int) -> dict[str, Any]:
-    """Return what the peers of `rank`, which has raised `error`, are told: the ranks at fault, and the error as they raise it.
+    """Return what the peers of `rank`, which has raised `error`, learn: the ranks at fault, and the error as they raise it.
 
     A rank that only noticed a peer's failure is not at fault. `from_peers` is the inverse.
     """
-    told: dict[str, Any] = {"rank": rank, "text": f"{type(error).__name__}: {error}"}
+    report: dict[str, Any] = {"rank": rank, "text": f"{type(error).__name__}: {error}"}
     if isinstance(error, (PeerTimeoutError, PeerFailedError)) and error.is_caused_by_others(rank):
         parts = ("what", "ranks", "where", "got", "expected", "fix")
-        told |= {"name": type(error).__name__, **{part: getattr(error, part) for part in parts}}
-    return told
+        report |= {"name": type(error).__name__, **{part: getattr(error, part) for part in parts}}
+    return report
 
 
-def from_peers(told: dict[str, Any], rank: int, op: str, site: str) -> RankError:
-    """Return the error of `rank`, which waits for a peer in `op` and was told that this one failed."""
-    ranks = told.get("ranks", ())
+def from_peers(report: dict[str, Any], rank: int, op: str, site: str) -> RankError:
+    """Return the error of `rank`, which waits for a peer in `op` and has learned that this one failed."""
+    ranks = report.get("ranks", ())
     if not ranks or rank in ranks:  # this rank itself is at fault: an error names others
-        found = make("PeerFailedError", {"ranks": str(told["rank"]), "got": told["text"], "op": op, "site": site})
+        found = make("PeerFailedError", {"ranks": str(report["rank"]), "got": report["text"], "op": op, "site": site})
         assert isinstance(found, RankError)
         return found
-    cls: Any = {"PeerTimeoutError": PeerTimeoutError, "PeerFailedError": PeerFailedError}[told["name"]]
-    more = {"op": op, "site": site, "reporter": told["rank"]} if cls is PeerTimeoutError else {}
-    return cls(told["what"], **{part: told[part] for part in ("ranks", "where", "got", "expected", "fix")}, **more)
+    cls: Any = {"PeerTimeoutError": PeerTimeoutError, "PeerFailedError": PeerFailedError}[report["name"]]
+    more = {"op": op, "site": site, "reporter": report["rank"]} if cls is PeerTimeoutError else {}
+    return cls(report["what"], **{part: report[part] for part in ("ranks", "where", "got", "expected", "fix")}, **more)
 
 
 def failure_record(error: BaseException) -> dict[str, Any] | None:

@@ -77,7 +77,7 @@ def _find(size: Size, known: Mapping[Size, SizeSource]) -> SizeSource | None:
         return int(size)
     if (source := known.get(_key(size))) is not None:
         return source
-    if isinstance(size, sympy.Pow) and size.exp.is_Integer and size.exp > 1:
+    if isinstance(size, sympy.Pow) and size.exp.is_Integer and int(size.exp) > 1:
         target, parts = operator.mul, (size.base,) * int(size.exp)
     elif type(size) in _TARGETS:
         target, parts = _TARGETS[type(size)], size.args
