@@ -81,7 +81,7 @@ class Options:
     split: Literal["auto", "off"] = typed_field(
         "auto",
         'collectives that start early and finish late, with everything between that the graph computes. "auto": where '
-        'predicted to be faster (not with overlap="force"); "off": only where an override requests "split"',
+        'predicted to be faster, with overlap="force" where nothing else overlaps them; "off": only where an override says so',
     )
     hierarchical: Literal["auto", "force", "off"] = typed_field(
         "auto",

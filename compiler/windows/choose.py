@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, Node
 
 from ..match import Candidate, Miss
+from ..match.collectives import Op
 from ..match.fusion_order import FusionOrder
 from ..overrides.requested_strategy import Override
 from ..plan.reasons import Reason
@@ -50,10 +51,12 @@ def choose_splits(
 
     `overrides`: by number of the candidate. `parameters`: as in `Window.is_at_the_edge`.
     """
-    may_differ = has_ring(graph, candidates, parameters)
-    if may_differ:  # ranks of a ring hold other tensors, so their peaks differ
+    forced = _without_form(candidates, assign(found)[0]) if costs.policy.is_forced and costs.policy.may_split else ()
+    exchanges = any(candidates[i].collective.op is Op.ALL_TO_ALL for i in forced)
+    may_differ = exchanges or has_ring(graph, candidates, parameters)
+    if may_differ:  # ranks of a ring, or with other rows to exchange, hold other tensors, so their peaks differ
         found = [replace(alternatives, counts_memory=False) for alternatives in found]
-    splits = find_splits(graph, candidates, found, overrides, costs, parameters)
+    splits = find_splits(graph, candidates, found, overrides, costs, parameters, forced)
     if not splits:
         return SplitChoice(*assign(found))
     planner = SplitPlanner(graph, candidates, found, costs, splits, may_differ)
@@ -65,6 +68,11 @@ def choose_splits(
     planner.splits, lost = best.splits, best.lost
     assignments = [replace(a, result=_TAKEN) if i in lost else a for i, a in enumerate(best.assignments)]
     return planner.choice(assignments, best.order, best.placed)
+
+
+def _without_form(candidates: Sequence[Candidate], assignments: Sequence[Assignment]) -> set[int]:
+    """Return the candidates that have no matmuls of their own, and got none of others."""
+    return {i for i, a in enumerate(assignments) if a.alternative is None and candidates[i].match is None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ A user may request it for any collective. With split="auto" these are weighed, a
     collectives of activations that no matmul takes as shards       unless other ranks may read another part of the result
     all_to_alls                                                     unless other ranks may trace other sizes
 
-Of the first kind, some are weighed together (buckets.py), those below the threshold only so.
+Of the first kind, some are weighed together (buckets.py), those below the threshold only so. With overlap="force" nothing is
+weighed: what has no other form is split, exchanges in places that follow from their order alone.
 """
 
 from __future__ import annotations
@@ -100,9 +101,11 @@ def find_splits(
     overrides: Mapping[int, Override],
     costs: SiteCosts,
     parameters: Collection[Node] | None,
+    forced: Collection[int] = (),
 ) -> dict[int, SplitCandidate]:
     """Return the collectives that may be split, by number of the candidate. `overrides` and `parameters`: as in choose.py.
 
+    `forced`: candidates that are to be split, where that is legal, as they have no other form (overlap="force").
     An all_to_all that is left alone has the reason in its alternatives, since it has no other form.
     """
     finder: WindowFinder | None = None
@@ -110,13 +113,17 @@ def find_splits(
     widening = {n for candidate in candidates if (w := candidate.collective.widening) for n in w.nodes}
     for i, (candidate, alternatives) in enumerate(zip(candidates, found, strict=True)):
         c, override = candidate.collective, overrides.get(i)
-        forced = override.strategy if override else None
-        requested = forced if isinstance(forced, Strategy) and forced.mode is Mode.SPLIT else None
-        if alternatives.is_refused or c.wait is None or (forced is not None and not requested):
+        strategy = override.strategy if override else None
+        requested = strategy if isinstance(strategy, Strategy) and strategy.mode is Mode.SPLIT else None
+        if alternatives.is_refused or c.wait is None or (strategy is not None and not requested):
             continue
         device = c.node.meta["val"].device.type
-        if not requested and not (costs.policy.may_split and costs.policy.is_weighed(device)):
+        if not requested and not (costs.policy.may_split and (i in forced or costs.policy.is_weighed(device))):
             continue
+        if i in forced and c.op is Op.ALL_TO_ALL and (miss := why_not_split(c)):
+            alternatives.miss = miss
+            continue
+        requested = requested or (Strategy(Mode.SPLIT) if i in forced else None)
         small = too_small(Split(c), costs.policy, requested, costs.hints)
         may_share = _fits_bucket(c) and not (small and any(not isinstance(a.site, Fused) for a in alternatives.ranked))
         # Across hosts the latency of a small collective is worth hiding too.
@@ -131,7 +138,8 @@ def find_splits(
         if is_inner and small and c.hosts == 1:
             continue
         if requested or not is_inner or candidate.match is None:
-            by_order = is_in_ring(window, parameters)
+            # Ranks may exchange other numbers of rows, with which times differ, and places by them.
+            by_order = is_in_ring(window, parameters) or (i in forced and c.op is Op.ALL_TO_ALL)
             split = _split_candidate(i, window, priced, requested, costs, widening, by_order)
             is_small, bucket = bool(small) and may_share and not is_inner, override.bucket if override and may_share else ""
             times = split.times

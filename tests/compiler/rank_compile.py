@@ -21,6 +21,8 @@ from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.reports.history import HISTORY
 
 FORCE: dict[str, Any] = {"overlap": "force", "inner": "aot_eager"}
+FUSED: dict[str, Any] = {**FORCE, "split": "off"}
+"""What has no matmul is left alone, with the reason."""
 INDUCTOR: dict[str, Any] = {"overlap": "force"}
 
 

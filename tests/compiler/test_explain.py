@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import ub_overlap
-from tests.compiler.rank_compile import FORCE, build, world_name
+from tests.compiler.rank_compile import FORCE, FUSED, build, world_name
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
@@ -123,7 +123,7 @@ def logged(rank: int, world: int) -> list[tuple[str, str]]:
     try:
         case = build(rank, world, "tests.models.forms", {"name": "relu_scatter"})
         with uncached():
-            as_loss(torch.compile(case.module, backend="ub_overlap", options=FORCE)(*case.inputs)).backward()
+            as_loss(torch.compile(case.module, backend="ub_overlap", options=FUSED)(*case.inputs)).backward()
     finally:
         log.removeHandler(lines)
         log.setLevel(level)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph
 
 import ub_overlap
-from tests.compiler.rank_compile import FORCE, build
+from tests.compiler.rank_compile import FUSED, build
 from tests.compiler.test_plan import PLAN
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
@@ -263,7 +263,7 @@ def miss(rank: int, world: int, on_unmatched: str) -> tuple[str, list[str]]:
     with warnings.catch_warnings(record=True) as caught, uncached():
         warnings.simplefilter("always")
         try:
-            function = torch.compile(case.module, backend="ub_overlap", options={**FORCE, "on_unmatched": on_unmatched})
+            function = torch.compile(case.module, backend="ub_overlap", options={**FUSED, "on_unmatched": on_unmatched})
             as_loss(function(*case.inputs))
         except Exception as error:  # noqa: BLE001 (torch may wrap it; the text goes to the test)
             return f"{type(getattr(error, 'inner_exception', error)).__name__}: {error}", []

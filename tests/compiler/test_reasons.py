@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph
 
 from tests.compiler.dags import Dag
-from tests.compiler.rank_compile import FORCE, build, decisions_of, since, world_name
+from tests.compiler.rank_compile import FUSED, build, decisions_of, since, world_name
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 from tests.harness.traces import capture
@@ -57,7 +57,7 @@ def test_form_is_refused(pool2: RankPool, name: str) -> None:
 
     Other implementations compute wrong results for some of these.
     """
-    for outcome in pool2.run(compare, "tests.models.forms", {"name": name}, FORCE):
+    for outcome in pool2.run(compare, "tests.models.forms", {"name": name}, FUSED):
         outcome.check()
         for phase, reason in zip(("forward", "backward"), FORM_REASONS[name], strict=True):
             if reason is not None:
@@ -71,7 +71,7 @@ def test_gathered_logits(pool2: RankPool) -> None:
         ("tests.models.dtensor_llama", {"head": "logits"}, True),
         ("tests.models.forms", {"name": "gather_without_matmul"}, False),
     ):
-        for outcome in pool2.run(compare, module, variant, FORCE):
+        for outcome in pool2.run(compare, module, variant, FUSED):
             outcome.check()
             unmatched = [d for d in outcome.decisions if d["kind"] == "all_gather" and why(d) == Reason.NO_MATMUL.value]
             assert [d["phase"] for d in unmatched if "loss_parallel" in d["detail"]] == (["forward"] if says else [])
@@ -99,11 +99,11 @@ Case = tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any]]
 
 
 def gather_mm(m: Maker, group: Any = None, **options: Any) -> Case:
-    return (lambda x, w: m.gather(x, group) @ w), (m.x(8, 64), m.x(64, 48)), {**FORCE, **options}
+    return (lambda x, w: m.gather(x, group) @ w), (m.x(8, 64), m.x(64, 48)), {**FUSED, **options}
 
 
 def scatter_of(m: Maker, function: Callable[..., Tensor], *extra: Tensor) -> Case:
-    return (lambda x, w, *e: m.scatter(function(x @ w, *e))), (m.x(8 * m.world, 32), m.x(32, 64), *extra), FORCE
+    return (lambda x, w, *e: m.scatter(function(x @ w, *e))), (m.x(8 * m.world, 32), m.x(32, 64), *extra), FUSED
 
 
 def off(m: Maker) -> Case:
@@ -121,13 +121,13 @@ def gather_in_stripes(m: Maker) -> Case:
 def last_dim_in_stripes(m: Maker) -> Case:
     """A scatter of columns, whose shards are not blocks of rows."""
     function = lambda x, w: funcol.reduce_scatter_tensor(x @ w, "sum", 1, m.group)  # noqa: E731
-    return function, (m.x(16, 32), m.x(32, 8 * m.world)), {**FORCE, "overrides": {"forward.0": "pipelined:stripes=2"}}
+    return function, (m.x(16, 32), m.x(32, 8 * m.world)), {**FUSED, "overrides": {"forward.0": "pipelined:stripes=2"}}
 
 
 def scatter_by_engine(m: Maker) -> Case:
     """Nothing is gathered that could be kept."""
     function, inputs, _ = last_dim_in_stripes(m)
-    return function, inputs, {**FORCE, "overrides": {"forward.0": "pipelined:copies=engine"}}
+    return function, inputs, {**FUSED, "overrides": {"forward.0": "pipelined:copies=engine"}}
 
 
 def gather_direct(m: Maker) -> Case:
@@ -136,14 +136,14 @@ def gather_direct(m: Maker) -> Case:
 
 def last_dim_direct(m: Maker) -> Case:
     function, inputs, _ = last_dim_in_stripes(m)
-    return function, inputs, {**FORCE, "overrides": {"forward.0": "direct"}}
+    return function, inputs, {**FUSED, "overrides": {"forward.0": "direct"}}
 
 
 def sum_direct(m: Maker) -> Case:
     """A scatter of a sum of two products, which may not become one."""
     function = lambda x, w, v: m.scatter(x @ w + x @ v)  # noqa: E731
     inputs = (m.x(8 * m.world, 32), m.x(32, 64), m.x(32, 64))
-    return function, inputs, {**FORCE, "pack": "off", "overrides": {"forward.0": "direct"}}
+    return function, inputs, {**FUSED, "pack": "off", "overrides": {"forward.0": "direct"}}
 
 
 def kept_direct(m: Maker) -> Case:
@@ -153,7 +153,7 @@ def kept_direct(m: Maker) -> Case:
         product = x @ w
         return m.scatter(product), product
 
-    return function, (m.x(8 * m.world, 32), m.x(32, 64)), {**FORCE, "overrides": {"forward.0": "direct"}}
+    return function, (m.x(8 * m.world, 32), m.x(32, 64)), {**FUSED, "overrides": {"forward.0": "direct"}}
 
 
 def direct_without_own(m: Maker) -> Case:
@@ -169,7 +169,7 @@ def bulk_without_independent(m: Maker) -> Case:
 
 def pipelined_without_own(m: Maker) -> Case:
     """A gather without a matmul of its own, which an independent one could hide."""
-    options = {**FORCE, "overrides": {"forward.0": "pipelined"}}
+    options = {**FUSED, "overrides": {"forward.0": "pipelined"}}
     return (lambda x, w: (m.gather(x).relu(), x @ w)), (m.x(8, 64), m.x(64, 48)), options
 
 
@@ -185,7 +185,7 @@ def no_gain(m: Maker) -> Case:
 def one_rank(m: Maker) -> Case:
     mesh = DeviceMesh("cpu", torch.arange(m.world).view(m.world, 1), mesh_dim_names=("dp", "tp"))
     group = mesh["tp"].get_group().group_name
-    return (lambda x, w: funcol.wait_tensor(c10d.all_gather_into_tensor(x, 1, group)) @ w), (m.x(8, 64), m.x(64, 48)), FORCE
+    return (lambda x, w: funcol.wait_tensor(c10d.all_gather_into_tensor(x, 1, group)) @ w), (m.x(8, 64), m.x(64, 48)), FUSED
 
 
 def no_transport(m: Maker) -> Case:
@@ -201,7 +201,7 @@ def query_key_value(m: Maker) -> Case:
         full = funcol.all_gather_tensor(x, 1, m.group)
         return full[:, :16].relu(), full[:, 16:24].relu(), full[:, 24:].relu()
 
-    return function, (m.x(8, 64),), FORCE
+    return function, (m.x(8, 64),), FUSED
 
 
 def gate_and_up(m: Maker) -> Case:
@@ -211,29 +211,29 @@ def gate_and_up(m: Maker) -> Case:
         gate, up = funcol.all_gather_tensor(x, 1, m.group).chunk(2, 1)
         return gate @ w, up @ w
 
-    return function, (m.x(8, 64), m.x(64 * m.world // 2, 16)), FORCE
+    return function, (m.x(8, 64), m.x(64 * m.world // 2, 16)), FUSED
 
 
 def trimmed_at_both_ends(m: Maker) -> Case:
     """Two slices that leave a row out between them."""
-    return (lambda x: (lambda full: (full[:3], full[4:]))(m.gather(x))), (m.x(8, 64),), FORCE
+    return (lambda x: (lambda full: (full[:3], full[4:]))(m.gather(x))), (m.x(8, 64),), FUSED
 
 
 def float64(m: Maker) -> Case:
-    return (lambda x, w: m.gather(x) @ w), (m.x(8, 64).double(), m.x(64, 48).double()), FORCE
+    return (lambda x, w: m.gather(x) @ w), (m.x(8, 64).double(), m.x(64, 48).double()), FUSED
 
 
 def maximum(m: Maker) -> Case:
-    return (lambda x, w: funcol.all_reduce(x @ w, "max", m.group)), (m.x(16, 32), m.x(32, 64)), FORCE
+    return (lambda x, w: funcol.all_reduce(x @ w, "max", m.group)), (m.x(16, 32), m.x(32, 64)), FUSED
 
 
 def broadcast(m: Maker) -> Case:
-    return (lambda x, w: funcol.broadcast(x, 0, m.group) @ w), (m.x(8, 64), m.x(64, 48)), FORCE
+    return (lambda x, w: funcol.broadcast(x, 0, m.group) @ w), (m.x(8, 64), m.x(64, 48)), FUSED
 
 
 def all_to_all(m: Maker) -> Case:
     """It has no fused form, and overlap="force" asks for fused forms."""
-    return (lambda x, w: funcol.all_to_all_single(x, None, None, m.group) @ w), (m.x(8, 64), m.x(64, 48)), FORCE
+    return (lambda x, w: funcol.all_to_all_single(x, None, None, m.group) @ w), (m.x(8, 64), m.x(64, 48)), FUSED
 
 
 def narrowed(m: Maker) -> Case:
@@ -243,7 +243,7 @@ def narrowed(m: Maker) -> Case:
 def summed_wider(m: Maker) -> Case:
     """A gradient of the second microbatch under autocast: the product is widened and added to the first one."""
     operands = (m.x(8 * m.world, 32).bfloat16(), m.x(32, 64).bfloat16(), m.x(8 * m.world, 64))
-    return (lambda x, w, before: m.scatter(before + (x @ w).float())), operands, FORCE
+    return (lambda x, w, before: m.scatter(before + (x @ w).float())), operands, FUSED
 
 
 def scaled(m: Maker) -> Case:
@@ -256,12 +256,12 @@ def product_repeated(m: Maker) -> Case:
 
 def taken(m: Maker) -> Case:
     """One matmul between a gather and a scatter, which can hide only one of them."""
-    return (lambda x, w: m.scatter(m.gather(x) @ w)), (m.x(8, 64), m.x(64, 48)), FORCE
+    return (lambda x, w: m.scatter(m.gather(x) @ w)), (m.x(8, 64), m.x(64, 48)), FUSED
 
 
 def unbacked(m: Maker) -> Case:
     """A data-dependent size."""
-    return (lambda x, w: m.gather(x.nonzero().float()) @ w), (torch.eye(6), m.x(2, 48)), FORCE
+    return (lambda x, w: m.gather(x.nonzero().float()) @ w), (torch.eye(6), m.x(2, 48)), FUSED
 
 
 SITUATIONS: dict[Callable[[Maker], Case], Reason] = {
@@ -339,7 +339,7 @@ def with_write(rank: int, world: int) -> list[Decision]:
     weight = next(n for n in graph.nodes if n.op == "placeholder")
     with graph.inserting_before(matmul):
         graph.call_function(torch.ops.aten.add_.Tensor, (weight, 1))
-    return list(decide(graph, parse(FORCE, frozenset())[0], "forward", lambda *_: None).plan.decisions)
+    return list(decide(graph, parse(FUSED, frozenset())[0], "forward", lambda *_: None).plan.decisions)
 
 
 @pytest.mark.tier("test")
@@ -383,7 +383,7 @@ def test_memory_limit(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     d = _held(2048)
     options, requested = (
-        parse({"profile": "h200", "min_bytes": 0, "overlap": overlap, **more}, frozenset())[0]
+        parse({"profile": "h200", "min_bytes": 0, "split": "off", "overlap": overlap, **more}, frozenset())[0]
         for more in ({}, {"overrides": {"*": "bulk"}})
     )
     (free,) = decide(d.graph, options, "backward", lambda *_: None).plan.decisions

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.compiler.one_rank import OneRank
-from tests.compiler.rank_compile import FORCE, decisions_of, world_name
+from tests.compiler.rank_compile import FUSED, decisions_of, world_name
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 from tests.harness.tiers import full_but
@@ -214,7 +214,7 @@ def test_what_looks_alike_stays(function: Function) -> None:
 
 def decided(function: Function) -> Decision:
     with torch.no_grad():
-        return decisions_of(function, (torch.randn(ROWS, WIDTH), torch.randn(WIDTH, COLS)))[0]
+        return decisions_of(function, (torch.randn(ROWS, WIDTH), torch.randn(WIDTH, COLS)), FUSED)[0]
 
 
 @pytest.mark.parametrize("function", [*MOVED, *SUMS], ids=lambda f: f.__name__)
@@ -239,7 +239,7 @@ def errors(rank: int, world: int, name: str) -> list[tuple[float, float, float]]
     for dtype, options in (
         (torch.float64, None),
         (torch.float32, None),
-        (torch.float32, FORCE),
+        (torch.float32, FUSED),
         (torch.float32, {"overlap": "off"}),
     ):
         torch._dynamo.reset()
