@@ -20,10 +20,10 @@ from . import stored_file
 log = logging.getLogger(__name__)
 
 _DIGEST = re.compile(r"[0-9a-f]{8,64}(-[0-9a-f]{1,16})?\Z")
-_PLAN_FILE, _GRAPHS_FILE = re.compile(r"[0-9a-f-]+\.json"), re.compile(r"[0-9a-f-]+\.graphs")
-MOST_PLANS = 8192
+_JSON_FILE, _GRAPHS_FILE = re.compile(r"[0-9a-f-]+\.json"), re.compile(r"[0-9a-f-]+\.graphs")
+MOST_FILES = 8192
 MOST_BYTES = 512 << 20
-"""Plans that stay, and bytes of plans and of graphs. A plan that was removed is missing from reports of warm compile caches."""
+"""What stays of each kind. A plan that was removed is missing from reports of warm compile caches."""
 
 
 def directory() -> Path:
@@ -70,14 +70,15 @@ def graphs_path_of(digest: str) -> Path:
 def save(digest: str, text: str) -> Path:
     """Write `text` under `digest`. The first call of a process removes the oldest plans where there are too many."""
     path = stored_file.write(path_of(digest), text)
-    _bound(path.parent)
+    bound(path.parent)
     return path
 
 
 @functools.cache
-def _bound(folder: Path) -> None:
-    stored_file.remove_oldest(folder, _PLAN_FILE, MOST_PLANS, MOST_BYTES)
-    stored_file.remove_oldest(folder, _GRAPHS_FILE, MOST_PLANS, MOST_BYTES)
+def bound(folder: Path) -> None:
+    """Remove the oldest files of a folder whose files are named by digests, at the first call of a process."""
+    for name in (_JSON_FILE, _GRAPHS_FILE):
+        stored_file.remove_oldest(folder, name, MOST_FILES, MOST_BYTES)
 
 
 def save_graphs(digest: str, data: bytes) -> Path:

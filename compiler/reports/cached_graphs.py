@@ -61,7 +61,8 @@ def note(key: str, plan: Plan) -> None:
     if not key:
         return
     try:
-        stored_file.write(path_of(key), json.dumps({"version": VERSION, "plans": {**_stored(key), plan.phase: plan.digest}}))
+        text = json.dumps({"version": VERSION, "plans": {**_stored(key), plan.phase: plan.digest}})
+        plan_store.bound(stored_file.write(path_of(key), text).parent)
     except OSError as error:
         plan_store.log_unsaved("graph", plan.digest, "runs with a warm compile cache do not report what is left alone", error)
 

@@ -24,6 +24,11 @@ from ub_overlap.runtime.stats import SiteStats
 CSS = {name: (html.FOLDER / name).read_text() for name in ("page.css", "fragment.css")}
 
 
+def test_every_outcome_has_a_color() -> None:
+    for outcome in OUTCOMES:
+        assert f"td.{outcome.name} {{" in CSS["fragment.css"] and f"--{outcome.name}:" in CSS["page.css"]
+
+
 def test_modes_differ() -> None:
     names = [outcome.name for outcome in BY_MODE.values()]
     assert len(set(names)) == len(Mode) and len({outcome.label for outcome in OUTCOMES}) == len(OUTCOMES)

@@ -50,7 +50,8 @@ def test_a_folder_that_is_missing_is_no_error(tmp_path: Path) -> None:
 def test_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first plan of a process removes the oldest of earlier ones, with their graphs; the user's files stay."""
     monkeypatch.setenv("UB_OVERLAP_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(plan_store, "MOST_PLANS", 3)
+    monkeypatch.setattr(plan_store, "MOST_FILES", 3)
+    plan_store.bound.cache_clear()
     folder = plan_store.directory()
     fill(folder, [f"{i:016x}{end}" for i in range(5) for end in (".json", ".graphs")], 1000)
     fill(folder, ["mine.json"], 5000)

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ...plan.outcome import outcome_of
+from ...plan.reasons import Reason
 
 FOLDER = Path(__file__).parent
+_REASONS = {reason.value for reason in Reason}
 MAX_ROWS = 200
 """Rows of a table in a notebook. Notebooks store their outputs."""
 
@@ -43,7 +45,7 @@ def render_notebook(sections: Sequence[Section]) -> str:
 
 def _prepared(section: Section) -> dict[str, Any]:
     columns = list(dict.fromkeys(key for row in section.rows for key in row))
-    rows = [[_cell(row.get(c), c, section.floats) for c in columns] for row in section.rows[:MAX_ROWS]]
+    rows = [[_cell(row.get(c), c, section.floats, _reason_in(row)) for c in columns] for row in section.rows[:MAX_ROWS]]
     more = len(section.rows) - len(rows)
     return {
         "heading": section.heading, "columns": columns, "rows": rows, "more": more, "text": section.text,
@@ -51,9 +53,15 @@ def _prepared(section: Section) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _cell(value: Any, column: str, floats: str) -> dict[str, str]:
+def _reason_in(row: Mapping[str, Any]) -> str | None:
+    """Return the reason that a row of a report gives, in a column of its own or where others have hidden bytes."""
+    values = (row.get("reason"), row.get("hidden bytes / reason"))
+    return next((value for value in values if value in _REASONS), None)
+
+
+def _cell(value: Any, column: str, floats: str, reason: str | None) -> dict[str, str]:
     text = "-" if value is None else format(value, floats) if isinstance(value, float) else str(value)
     look = "number" if re.fullmatch(r"-?\d+(\.\d+)?", text) else ""
     if column in ("strategy", "choice"):
-        look = outcome_of(text, None).name
+        look = outcome_of(text, reason).name
     return {"text": text, "look": look}

@@ -1,0 +1,81 @@
+"""Text, table, JSON, page and notebook say the same of random reports."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+
+import pytest
+
+from ub_overlap.compiler.diff.render import html
+from ub_overlap.compiler.plan.decision import Decision
+from ub_overlap.compiler.plan.outcome import outcome_of
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.reasons import Kind, Reason
+from ub_overlap.compiler.plan.strategy import Mode, Strategy
+from ub_overlap.compiler.reports.report import Report
+
+PATHS = ("/home/a/model.py", "/data/x: y/train.py", "relative/block.py", "C:\\models\\net.py")
+CODES = ("y = x / 2", "h = self.w1(x)  # : a/b", "return f(a, b)", "")
+COUNTS = re.compile(
+    r"(\d+) of (\d+) collectives overlapped(?: \([^)]*\))?(?:; merged into others: (\d+))?(?:; left alone: ([^;]*))?"
+)
+
+
+def random_plan(draw: random.Random, phase: str) -> Plan:
+    """Return a plan of up to 12 decisions, with every mode of the enum sooner or later."""
+    decisions = []
+    for i in range(draw.randint(1, 12)):
+        mode = draw.choice([*Mode, Mode.NONE])
+        source = f"{draw.choice(PATHS)}:{draw.randint(1, 999)}: {draw.choice(CODES)}" if draw.random() < 0.8 else ""
+        decisions.append(
+            Decision(
+                id=f"{phase}.{i}",
+                kind=draw.choice([*Kind]),
+                phase=phase,
+                group="g0",
+                ranks=2,
+                strategy=Strategy(mode),
+                reason=draw.choice([*Reason]) if mode is Mode.NONE else None,
+                source=source,
+                module=draw.choice(["", "layers.0.wq"]),
+                detail=draw.choice(["", "relu stands between; <b>&"]),
+            )
+        )
+    return Plan(phase, tuple(decisions))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_counts_lines_and_reasons(seed: int) -> None:
+    draw = random.Random(seed)
+    plans = [random_plan(draw, phase) for phase in ("forward", "backward")[: draw.randint(1, 2)]]
+    report = Report(plans)
+    decisions = [d for plan in plans for d in plan.decisions]
+
+    stored = json.loads(report.to_json())
+    assert [(s["id"], s["strategy"], s["reason"]) for s in stored["sites"]] == [
+        (d.id, str(d.strategy), d.reason.value if d.reason else None) for d in decisions
+    ]
+    assert [Plan.from_json(plan.to_json()) for plan in plans] == plans
+
+    for plan, line in zip(plans, report.summary().splitlines(), strict=True):
+        overlapped, of_all, merged, left = COUNTS.search(line).groups()  # type: ignore[union-attr]
+        reasons = Counter({name: int(n) for name, n in (part.rsplit(" ", 1) for part in (left or "").split(", ") if part)})
+        assert int(of_all) == len(plan.decisions) == int(overlapped) + int(merged or 0) + reasons.total()
+        assert reasons == Counter(d.reason.value for d in plan.decisions if d.reason)
+
+    rows = report.rows()
+    assert [row["strategy"] for row in rows] == [str(d.strategy) for d in decisions]
+    assert [row["line"] for row in rows] == [re.sub(r"^.*/", "", d.source.partition(": ")[0]) for d in decisions]
+
+    outcomes = [outcome_of(str(d.strategy), d.reason.value if d.reason else None) for d in decisions]
+    shown = html.data(stored)
+    assert [site["outcome"] for site in shown["sites"]] == [outcome.name for outcome in outcomes]
+    assert {site["outcome"] for site in shown["sites"]} <= shown["outcomes"].keys()
+    assert sum(o.is_overlapped for o in outcomes) == sum(d.overlapped for d in decisions)
+
+    notebook = report._repr_html_()
+    for name, count in Counter(outcome.name for outcome in outcomes).items():
+        assert notebook.count(f'class="{name}"') >= count
