@@ -162,3 +162,32 @@ def test_doctor_of_gpus(change: dict[str, object], works: bool, said: str) -> No
     }  # fmt: skip
     (verdict,) = (v for v in doctor.verdicts(facts) if v.what == "overlap between GPUs of this host")
     assert verdict.works is works and said in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("variable", "on_path", "found"),
+    [
+        ("", {"g++": "/bin/g++", "clang++": "/bin/clang++"}, "/bin/g++"),
+        ("", {"clang++": "/bin/clang++"}, "/bin/clang++"),
+        ("ccache g++", {"ccache": "/bin/ccache"}, "/bin/ccache"),
+        ("icpx", {"g++": "/bin/g++"}, ""),
+        ("", {}, ""),
+    ],
+)
+def test_doctor_looks_for_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, variable: str, on_path: dict[str, str], found: str
+) -> None:
+    monkeypatch.setenv("CXX", variable)
+    monkeypatch.setattr(doctor.shutil, "which", on_path.get)
+    assert doctor._compiler() == found
+    verdict = doctor._compiling(found)
+    assert verdict.works is bool(found) and (found or "no C++ compiler") in verdict.why and bool(verdict.fix) is not bool(found)
+
+
+def test_doctor_says_units() -> None:
+    facts = {
+        "ub_overlap": "0.1.0", "system": {"memory_free": 3 << 29, "compiler": ""}, "store": {"folder": "/tmp", "plans": 3},
+        "probe": {}, "nvidia_smi": {}, "environment": {}, "verdicts": [],
+    }  # fmt: skip
+    text = doctor.text(facts, color=False)
+    assert "memory_free  1.5 GiB" in text and "compiler     none" in text and "plans        3" in text

@@ -68,7 +68,14 @@ def _system() -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
         sizes = dict(line.split(":") for line in file)
         found["memory_free"] = 1024 * int(sizes.get("MemAvailable", "0").split()[0])
+    found["compiler"] = _compiler()
     return found
+
+
+def _compiler() -> str:
+    """Return the path of the C++ compiler that torch takes, "" where there is none."""
+    names = [os.environ["CXX"].split()[0]] if os.environ.get("CXX", "").strip() else ["g++", "clang++", "c++"]
+    return next(filter(None, map(shutil.which, names)), "")
 
 
 def _store() -> dict[str, Any]:
@@ -145,6 +152,8 @@ def verdicts(facts: dict[str, Any]) -> list[Verdict]:
     out.append(Verdict("overlap between CPU ranks of this host", built and enough, room if built else "no extension",
                        "" if enough else "give the container more memory and a /proc of its own"))  # fmt: skip
     out.append(_on_gpus(facts, built))
+    if "compiler" in facts["system"]:
+        out.append(_compiling(facts["system"]["compiler"]))
     store = facts["store"]
     fix = "set UB_OVERLAP_CACHE_DIR" if "problem" in store else ""
     out.append(Verdict("keep plans and graphs", "problem" not in store, store.get("problem") or store["folder"], fix))
@@ -152,6 +161,16 @@ def verdicts(facts: dict[str, Any]) -> list[Verdict]:
     why_profile = profile or f"the device profile {probe['profile']['name']}"
     out.append(Verdict('overlap="auto"', not profile, why_profile, "torchrun ... -m ub_overlap calibrate" if profile else ""))
     return [*out, _reading()]
+
+
+def _compiling(compiler: str) -> Verdict:
+    """Return whether code that Inductor generates for CPUs, and the extension, can be compiled here."""
+    what, fix = (
+        "compile for CPUs: Inductor, and builds of the extension",
+        "apt install g++, or set CXX; inner='aot_eager' needs none",
+    )
+    wanted = os.environ.get("CXX", "").strip() or "g++, clang++ or c++"
+    return Verdict(what, bool(compiler), compiler or f"no C++ compiler: {wanted} is not on PATH", "" if compiler else fix)
 
 
 def _built(problem: str, probe: dict[str, Any]) -> Verdict:
@@ -273,13 +292,17 @@ def write_bundle(flags: argparse.Namespace) -> int:
     return 0
 
 
+def _with_unit(key: str, value: Any) -> Any:
+    return f"{value / 2**30:.1f} GiB" if key == "memory_free" else "none" if value == "" else value
+
+
 def text(facts: dict[str, Any], color: bool | None = None) -> str:
     """Return the facts and verdicts as text. `color`: None for what stdout shows."""
     color = wants_color() if color is None else color
     mark = {True: paint("works", 32, color), False: paint("no   ", 31, color)}
     lines = [f"ub_overlap {facts['ub_overlap']}"]
     for name in ("system", "store"):
-        lines += [f"  {key:<12} {value}" for key, value in facts[name].items()]
+        lines += [f"  {key:<12} {_with_unit(key, value)}" for key, value in facts[name].items()]
     packages = facts["probe"].get("packages") or {}
     lines.append("  packages     " + ", ".join(f"{k} {v}" for k, v in packages.items() if v))
     lines += [f"  GPU          {row}" for row in facts["nvidia_smi"].get("gpus", [])]
