@@ -91,6 +91,6 @@ def calls(lines: list[str], op: str) -> dict[str, tuple[int, list[str]]]:
     """Return by site the line of the call of `op`, and its inputs."""
     found = {}
     for number, line in enumerate(lines):
-        if m := re.search(rf"{op}_coalesced\.default\((?:\w+, )?\[(.*?)\], '(?:all|reduce).*'(\w+/\w+\.\d+)'", line):
+        if m := re.search(rf"{op}_coalesced\.default\((?:\w+, )?\[(.*?)\], '(?:all|reduce).*'([\w-]+/\w+\.\d+)'", line):
             found[m[2]] = number, re.split(r", (?![^(]*\))", m[1])
     return found

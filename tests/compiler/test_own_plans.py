@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import ub_overlap
-from tests.compiler.rank_compile import FORCE, INDUCTOR, plans_of, world_name
+from tests.compiler.rank_compile import FORCE, FUSED, INDUCTOR, plans_of, world_name
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
@@ -52,7 +52,7 @@ def of_input(x: Tensor, w: Tensor) -> Tensor:
 def four_graphs(rank: int, world: int) -> tuple[Report, list[Any], list[bool]]:
     x, made = torch.ones(ROWS, INNER), []
     for function, columns in ((gather, 16), (gather_again, 96), (largest, 16), (of_input, 16)):
-        made += plans_of(function, (x, torch.ones(INNER, columns)))
+        made += plans_of(function, (x, torch.ones(INNER, columns)), FUSED)
     return Report(made), [HISTORY.find(p.digest) for p in made], [plan_store.path_of(p.digest).is_file() for p in made]
 
 
@@ -132,7 +132,7 @@ def test_a_graph_that_is_left_alone_is_reported_from_a_warm_cache(
             for module in (passes, cached_graphs, report):
                 monkeypatch.setattr(module, "HISTORY", history)
             x, w = torch.ones(ROWS, INNER), torch.ones(INNER, 16)
-            torch.compile(of_input, backend="ub_overlap", options=INDUCTOR)(x, w)
+            torch.compile(of_input, backend="ub_overlap", options={**INDUCTOR, "split": "off"})(x, w)
             summaries.append(ub_overlap.reports().summary())
             created.append(len(history.since(0)))
     assert created == [1, 0], "the second graph is compiled, too"

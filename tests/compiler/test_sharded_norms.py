@@ -52,7 +52,7 @@ def communication(rank: int, world: int, chained: bool) -> list[tuple[list[str],
         if not chained:
             patch.setattr(kernel_order, "chain_collectives", list)
         _, written = run_and_get_code(lambda: compiled(x).square().sum().backward())
-    matches = matching_lines(written, r"(start|finish)_c\w+\.default\(.*'\w+/(\w+\.\d+)'")
+    matches = matching_lines(written, r"(start|finish)_c\w+\.default\(.*'[\w-]+/(\w+\.\d+)'")
     found = [[f"{m[1]} {m[2]}" for m in program] for program in matches if program]
     planned = [planned_calls(d.to_dict() for d in plan.decisions) for plan in HISTORY.since(mark)]
     return list(zip(found, planned, strict=True))

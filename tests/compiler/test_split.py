@@ -146,7 +146,7 @@ def code_of(rank: int, world: int, options: dict[str, Any], mixed: bool = False)
 def calls(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list[str]], list[dict[str, Any]]]:
     """Return of each generated program its calls of collectives and matmuls in order, and the decisions."""
     written, decisions = code_of(rank, world, options)
-    pattern = r"(start|finish|release)_collective\.default\(.*'(\w+)/(\w+\.\d+)'|extern_kernels\.(addmm|mm)\("
+    pattern = r"(start|finish|release)_collective\.default\(.*'([\w-]+)/(\w+\.\d+)'|extern_kernels\.(addmm|mm)\("
     return [[m[4] or f"{m[1]} {m[3]}" for m in found] for found in matching_lines(written, pattern)], decisions
 
 

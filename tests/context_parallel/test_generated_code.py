@@ -33,7 +33,7 @@ def calls(rank: int, world: int, options: dict[str, Any], keeps_order: bool = Tr
         if not keeps_order:
             patch.setattr(kernel_order, "in_order", list)
         _, written = run_and_get_code(lambda: compiled(x).square().sum().backward())
-    pattern = r"(start|finish)_all_to_all\.default\(.*'\w+/(\w+\.\d+)'|= torch\.ops\.aten\.(_scaled_dot)\w+\.default\("
+    pattern = r"(start|finish)_all_to_all\.default\(.*'[\w-]+/(\w+\.\d+)'|= torch\.ops\.aten\.(_scaled_dot)\w+\.default\("
     programs = [program for program in matching_lines(written, pattern) if program]
     return [["attention" if m[3] else f"{m[1]} {m[2]}" for m in program] for program in programs]
 
