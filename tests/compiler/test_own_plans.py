@@ -16,6 +16,7 @@ import ub_overlap
 from tests.compiler.rank_compile import FORCE, FUSED, INDUCTOR, plans_of, world_name
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 from tests.models.compare import uncached
 from ub_overlap.compiler import passes
 from ub_overlap.compiler.plan.reasons import Reason
@@ -86,7 +87,7 @@ def run_own_columns(rank: int, world: int, options: dict[str, Any]) -> tuple[lis
     return differences, [p.shared_digest for p in plans], counted
 
 
-@pytest.mark.parametrize("options", [FORCE, INDUCTOR], ids=["aot_eager", "inductor"])
+@pytest.mark.parametrize("options", [FORCE, in_full(INDUCTOR)], ids=["aot_eager", "inductor"])
 def test_ranks_agree_on_plans_that_differ_in_their_own_parts(pool2: RankPool, options: dict[str, Any]) -> None:
     """All four graphs share one digest; each rank reports its two, with calls of their own."""
     results = pool2.run(run_own_columns, options)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
+from tests.harness.fake_ranks import FakeRanks
 from tests.harness.generated_code import matching_lines, planned_calls
-from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.inductor import kernel_order
@@ -59,15 +59,16 @@ def communication(rank: int, world: int, chained: bool) -> list[tuple[list[str],
 
 
 @pytest.mark.tier("full")
-def test_the_order_of_the_plan(pool2: RankPool) -> None:
-    for programs in pool2.run(communication, True):
+def test_the_order_of_the_plan(fake2: FakeRanks) -> None:
+    for programs in fake2.run(communication, True):
         assert [len(planned) for _, planned in programs] == [2 * 3 * LAYERS, 2 * 2 * 3 * LAYERS - 2 * LAYERS]
         for written, planned in programs:
             assert written == planned
 
 
-def test_the_order_is_held_by_dependencies(pool2: RankPool) -> None:
+@pytest.mark.tier("test")
+def test_the_order_is_held_by_dependencies(fake2: FakeRanks) -> None:
     """Without them fusion reverses collectives of the backward: the test above can fail."""
-    for programs in pool2.run(communication, False):
+    for programs in fake2.run(communication, False):
         written, planned = programs[1]
         assert written != planned and sorted(written) == sorted(planned)

@@ -83,7 +83,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
     return [p.grad for p in module.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", INNER)
 def test_two_microbatches_in_flight(inner: str) -> None:
     """Nothing is accumulated before run(), everything after, and the gradient of the input is there at once."""
     plain, deferring, x = pair(lambda: nn.Sequential(Mlp(), Mlp()), inner)
