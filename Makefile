@@ -17,7 +17,7 @@ SOURCES += $(wildcard setup.py build_tools/*.py pyproject.toml MANIFEST.in READM
 help:
 	@echo "make demo     train a small Llama on 2 local ranks, eager and through ub_overlap, side by side"
 	@echo "make check    lint, types, words, and the pure tests: 2 minutes"
-	@echo "make test     with the tests on ranks and of programs, by WORKERS=$(WORKERS) processes of pytest: 25 minutes"
+	@echo "make test     with the tests on ranks and of programs, by WORKERS=$(WORKERS) processes of pytest: 15 minutes"
 	@echo "make full     everything: also fuzz, families, soak, installs, examples, benchmarks"
 	@echo "make lint     ruff, clang-format, pyrefly, words   make format   let ruff and clang-format rewrite"
 	@echo "make docs     the documentation as a site in build/docs; a broken link fails"

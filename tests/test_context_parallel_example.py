@@ -19,6 +19,7 @@ SMALL = ["--device", "cpu", "--inner", "aot_eager", "--steps", "3", "--seq", "32
 FORMS = [("gathered", {"all_gather": 2, "reduce_scatter": 2}), ("ulysses", {"all_to_all": 8})]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(("form", "exchanges"), full_but(FORMS[:1], FORMS))
 def test_losses_agree(form: str, exchanges: dict[str, int]) -> None:
     finished = run_program(2, EXAMPLE, [*SMALL, "--form", form])

@@ -91,6 +91,7 @@ def test_gradients_are_sent_as_traced(hosts2: RankPool, reduce_dtype: str | None
         assert found == {("all_gather", "split", "bfloat16", "", 0), ("reduce_scatter", "split", "float32", "", 0)}
 
 
+@pytest.mark.tier("full")
 def test_four_ranks_of_two_hosts(hosts4: RankPool) -> None:
     options = {**SPLIT, "inner": "aot_eager", "hierarchical": "off"}
     for outcome in hosts4.run(compare_name, ZERO3, {"layers": 1}, options):
@@ -125,6 +126,7 @@ def test_one_rank_a_host_is_not_hierarchical(hosts2: RankPool) -> None:
         assert [d["window"]["first_half"] for d in outcome.decisions] == [None] * 4
 
 
+@pytest.mark.tier("full")
 def test_hierarchical_types_and_sizes(hosts4: RankPool) -> None:
     """Gathers keep their bits; sums of 16 bits, means and odd sizes equal fp64's up to rounding."""
     assert hosts4.run(types_and_sizes) == [[]] * 4

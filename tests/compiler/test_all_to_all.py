@@ -17,7 +17,6 @@ import ub_overlap
 from tests.compiler.dags import Dag, aten, c10d
 from tests.compiler.rank_compile import build
 from tests.cost.machine import PLAIN
-from tests.harness.fake_ranks import FakeRanks
 from tests.harness.profiles import stored, with_exchanges_as_pushes
 from tests.harness.ranks import RankPool
 from tests.harness.tiers import full_but, in_full
@@ -30,8 +29,6 @@ from ub_overlap.compiler.graph.compute import is_compute
 from ub_overlap.compiler.options import Options, parse
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
-from ub_overlap.compiler.plan.strategy import Mode
-from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.select.decide import decide
@@ -337,33 +334,6 @@ def check_exchanges(outcome: Comparison) -> None:
     assert counts == ("forward", "none", "dtype_unsupported")
     assert [phase for phase, *_ in exchanges] == ["forward"] * 2 + ["backward"] * 2
     assert {strategy for _, strategy, _ in exchanges} == {"split"}
-
-
-def code_of_a_rank_without_tokens(rank: int, world: int) -> tuple[int, int]:
-    """Return the numbers of exchanges that start in the generated code, and in the plan."""
-    case = build(rank, world, MOE, {"shared": False, "tokens": (0, 24)})
-    mark = HISTORY.mark()
-    with uncached():
-        compiled = torch.compile(case.module, backend="ub_overlap", options={**SPLIT, "inner": "inductor"})
-        _, written = run_and_get_code(lambda: values(case, compiled))
-    planned = sum(d.strategy.mode is Mode.SPLIT for plan in HISTORY.since(mark) for d in plan.decisions)
-    return sum(text.count("start_all_to_all.default(") for text in written), planned
-
-
-@pytest.mark.tier("test")
-def test_code_keeps_exchanges_that_nothing_reads(fake2: FakeRanks) -> None:
-    ((written, planned),) = fake2.run(code_of_a_rank_without_tokens)
-    assert written == planned >= 4
-
-
-@pytest.mark.tier("full")
-def test_inductor_keeps_exchanges_that_nothing_reads(pool2: RankPool) -> None:
-    """On a rank without tokens nothing reads the results of experts, but its peer waits for the exchange."""
-    options = {**SPLIT, "inner": "inductor"}
-    for outcome in pool2.run(compare_name, MOE, {"shared": False, "tokens": (24, 0)}, options):
-        outcome.check(3.0)
-        found = [d["strategy"] for d in outcome.decisions if d["kind"] == "all_to_all"]
-        assert found == ["none", "split", "split", "split", "split"]
 
 
 @pytest.mark.tier("full")

@@ -34,6 +34,7 @@ def values(graph: Graph, sizes: Iterable[Size]) -> set[int | None]:
     return {evaluate_size(s, hints) for s in sizes}
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("is_dynamic", full_but([False], [False, True]), ids=["static", "dynamic"])
 def test_rows_of_exchanges(pool2: RankPool, is_dynamic: bool) -> None:
     """They follow from tokens times experts per token, in both graphs, also where the number of tokens is dynamic."""

@@ -33,6 +33,7 @@ def independent(rank: int, world: int, stage: str) -> dict[str, list[tuple[str, 
     }
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("stage", full_but(["aot"], ["aot", "inductor"]))
 def test_independent_products_of_a_llama_block(pool2: RankPool, stage: str) -> None:
     """Each collective reports the matmuls that are independent of it.

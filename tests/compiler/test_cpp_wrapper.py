@@ -68,6 +68,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_cpp_wrapper(pool2: RankPool, options: dict[str, Any]) -> None:
     for errors, sites in pool2.run(run, options, timeout=380):

@@ -40,6 +40,7 @@ def test_cases(pool2: RankPool, name: str) -> None:
 INDUCTOR_CASES = ["complex pairs", "flattened", "heads", "strict readers", "written", "rows of results", "views of views"]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("name", full_but(["written"], INDUCTOR_CASES))
 def test_inductor(pool2: RankPool, name: str) -> None:
     for differ, strides, packs in pool2.run(run_case, name, PACK_INDUCTOR):

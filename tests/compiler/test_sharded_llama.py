@@ -60,6 +60,7 @@ def titan4() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("budget", full_but([None], [None, 0]))
 def test_gathered_in_the_graph(pool2: RankPool, budget: float | None) -> None:
     """Every parameter is gathered and every gradient reduced, all split. With a budget of 0 backward gathers again."""

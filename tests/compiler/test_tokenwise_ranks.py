@@ -48,6 +48,7 @@ def test_the_example_stays_whole(pool2: RankPool) -> None:
     assert outcomes[0].forms == outcomes[1].forms
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("variant", [{"routing": "one"}, in_full({"form": "loop", "routing": "skewed", "tokens": (25, 24)})])
 def test_split_exchanges(pool2: RankPool, variant: dict[str, Any]) -> None:
     """All rows for the first experts, so that others are empty; loops over experts, and ranks with other numbers of tokens."""

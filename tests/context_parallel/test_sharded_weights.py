@@ -104,6 +104,7 @@ def test_two_replicas(pool4: RankPool, options: dict[str, Any], form: str, rotat
     check(results, exchange, layers=1)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(
     ("form", "rotation", "exchange"), [("flex_op", "", GATHERED), in_full(("ring", "alltoall", RINGS["alltoall"]))]
 )

@@ -62,7 +62,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "direct" in predictions and all(p.us > 0 for p in predictions.values())
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("full")
 def test_out_file_and_no_cache(tmp_path: Path) -> None:
     done = calibrate(3, tmp_path, "--out", str(tmp_path / "mine.json"))
     assert done.code == 0, done.output

@@ -148,6 +148,7 @@ def left_alone_by_one(rank: int, world: int) -> str:
     return said
 
 
+@pytest.mark.tier("full")
 def test_a_site_that_a_rank_leaves_alone_is_named(pool2: RankPool) -> None:
     pool2.close()  # ranks that have compared this plan before do not compare it again
     said, other = pool2.run(left_alone_by_one)

@@ -43,6 +43,7 @@ def test_replicated_weights(pool2: RankPool) -> None:
         assert not differs and len(digests) >= 1 and modes
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(("dynamic", "text"), [(None, "only sizes differ"), in_full((True, "plans are made for one value"))])
 def test_without_a_hint(dynamic: bool | None, text: str) -> None:
     """The error, which breaks the group, says what to do."""

@@ -20,7 +20,7 @@ from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.reports.history import HISTORY
 
-FORCE: dict[str, Any] = {"overlap": "force", "inner": "aot_eager"}
+FORCE: dict[str, Any] = {"overlap": "force", "split": "off", "inner": "aot_eager"}
 ROWWISE: dict[str, Any] = {**FORCE, "fp8": {"recipe": "rowwise"}}
 M, K = 16, 64
 """Rows of a shard, and the inner size."""

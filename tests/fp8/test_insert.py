@@ -104,7 +104,7 @@ def test_bias_inference_and_batch_of_one(pool2: RankPool) -> None:
 @pytest.mark.parametrize("inner", INNER)
 def test_weights_gathered(pool2: RankPool, inner: str) -> None:
     """Sharded weights are quantized before the gather, with one scale for all ranks."""
-    for run in pool2.run(float8, FSDP, {"dtype": BF16}, {"inner": inner, "fp8": "all", "overlap": "force"}):
+    for run in pool2.run(float8, FSDP, {"dtype": BF16}, {"inner": inner, "fp8": "all", "overlap": "force", "split": "off"}):
         gathers = [d for d in run.decisions if d.kind.value == "all_gather"]
         assert len(gathers) == 2 and {d.dtype for d in gathers} == {"uint8"}
         assert {d.reason for d in gathers} == {Reason.SCALED_FORM}  # the weight is the right operand

@@ -174,7 +174,7 @@ MUTATIONS = (
         old="operation.has_side_effects = lambda: True",
         new="operation.has_side_effects = lambda: False",
         fault="Inductor drops an exchange on a rank without tokens, and peers wait",
-        tests=("tests/compiler/test_all_to_all.py::test_code_keeps_exchanges_that_nothing_reads",),
+        tests=("tests/compiler/test_unread_exchanges.py::test_code_keeps_exchanges_that_nothing_reads",),
     ),
     Mutation(
         name="inductor-reuses-landing-memory",

@@ -46,6 +46,7 @@ def test_forms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert 'aria-label="forms"' in page and "exposed exchange" in page
 
 
+@pytest.mark.tier("full")
 def test_with_tensor_and_data_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
     """Weights are sharded over the ranks of both; the exchange is a group of its own. Norms' gradients are summed over TP."""
     step = plan(capsys, "--tp", "2", "--cp", "2", "--dp", "2", "--cp-form", "gathered")

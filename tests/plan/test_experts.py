@@ -105,6 +105,7 @@ def test_halves_of_the_tokens_across_hosts(capsys: pytest.CaptureFixture[str]) -
     assert split[0] < split[1], "more of the exchanges are hidden"
 
 
+@pytest.mark.tier("full")
 def test_halves_that_were_requested(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *LAYER, "--dp", "8", "--ep", "8", "--split-tokens", "force", "--quiet"]) == 0
     assert "64 experts, 6 of a token in two halves" in capsys.readouterr().out

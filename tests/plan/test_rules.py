@@ -190,12 +190,14 @@ def test_stripes_by_rules_compute_the_same(pool2: RankPool, inner: str) -> None:
         assert by_site["backward.3"] == ("pipelined", "pipelined forced by overrides ('backward.3')"), "the pattern wins"
 
 
+@pytest.mark.tier("full")
 def test_stripes_of_an_all_reduce(pool2: RankPool) -> None:
     options = {**FORCE, "overrides": [{"kind": "matmul_all_reduce", "strategy": "pipelined:stripes=2"}]}
     for outcome in check(pool2, LLAMA, {"sequence": False}, options):
         assert {d["strategy"] for d in outcome.decisions if d["kind"] == "matmul_all_reduce"} == {"pipelined:stripes=2"}
 
 
+@pytest.mark.tier("full")
 def test_engine_copies_by_a_rule_compute_the_same(pool2: RankPool) -> None:
     """Gathers whose kept tensors and own shards the driver copies keep outputs and gradients."""
     rules = [{"kind": "all_gather*", "strategy": "pipelined:copies=engine"}]
