@@ -120,14 +120,11 @@ def find_splits(
         device = c.node.meta["val"].device.type
         if not requested and not (costs.policy.may_split and (i in forced or costs.policy.is_weighed(device))):
             continue
-        if i in forced and c.op is Op.ALL_TO_ALL and (miss := why_not_split(c)):
-            alternatives.miss = miss
-            continue
-        requested = requested or (Strategy(Mode.SPLIT) if i in forced else None)
-        small = too_small(Split(c), costs.policy, requested, costs.hints)
+        wanted = requested or (Strategy(Mode.SPLIT) if i in forced else None)
+        small = too_small(Split(c), costs.policy, wanted, costs.hints)
         may_share = _fits_bucket(c) and not (small and any(not isinstance(a.site, Fused) for a in alternatives.ranked))
         # Across hosts the latency of a small collective is worth hiding too.
-        priced = _price(c, costs, requested, small if c.hosts == 1 and not may_share else None)
+        priced = _price(c, costs, requested, wanted, small if c.hosts == 1 and not may_share else None)
         if isinstance(priced, Miss):
             if c.op is Op.ALL_TO_ALL:
                 alternatives.miss = priced
@@ -137,10 +134,10 @@ def find_splits(
         is_inner = not window.is_at_the_edge(parameters)
         if is_inner and small and c.hosts == 1:
             continue
-        if requested or not is_inner or candidate.match is None:
+        if wanted or not is_inner or candidate.match is None:
             # Ranks may exchange other numbers of rows, with which times differ, and places by them.
             by_order = is_in_ring(window, parameters) or (i in forced and c.op is Op.ALL_TO_ALL)
-            split = _split_candidate(i, window, priced, requested, costs, widening, by_order)
+            split = _split_candidate(i, window, priced, wanted, costs, widening, by_order)
             is_small, bucket = bool(small) and may_share and not is_inner, override.bucket if override and may_share else ""
             times = split.times
             if (is_small or (bucket and is_copied(c))) and c.hosts == 1:
@@ -165,14 +162,19 @@ def _with_measured_plain(times: SplitTimes, shape: SiteShape, profile: Profile) 
     return times if measured is None else replace(times, plain_us=measured)
 
 
-def _price(c: Collective, costs: SiteCosts, requested: Strategy | None, small: Miss | None) -> SiteShape | Miss:
-    """Return the sizes of a collective for the cost model, or why it is not split. `small`: that it is below the threshold."""
+def _price(
+    c: Collective, costs: SiteCosts, requested: Strategy | None, wanted: Strategy | None, small: Miss | None
+) -> SiteShape | Miss:
+    """Return the sizes of a collective for the cost model, or why it is not split.
+
+    `wanted`: that it is split whatever it costs, `requested`: by an override. `small`: that it is below the threshold.
+    """
     if c.op is Op.ALL_TO_ALL and not requested and (miss := why_not_split(c)):
         return miss
     if small is not None:
         return small
     shape = shape_of_site(Split(c), costs.hints)
-    if shape is None and requested:
+    if shape is None and wanted:
         unknown = {s for size in shape_of(c.input) if not isinstance(size, int) for s in size.free_symbols}
         shape = shape_of_site(Split(c), dict.fromkeys(unknown, ASSUMED_ROWS) | dict(costs.hints))
     return shape or Miss(Reason.DYNAMIC_SHAPE, f"the size of {c.input.name} is known at run time only, or its type has no cost")
