@@ -22,6 +22,7 @@ from ub_overlap import __version__
 from ub_overlap._versions import REQUIREMENT, SUPPORTED_TORCH, is_supported_torch
 from ub_overlap.compiler.text.terminal import paint, wants_color
 
+from .cache import size_text
 from .parsers import Parser, add_verb, input_file, input_folder, input_path, non_negative_int, output_file
 from .redact import redact_variable
 
@@ -293,7 +294,7 @@ def write_bundle(flags: argparse.Namespace) -> int:
 
 
 def _with_unit(key: str, value: Any) -> Any:
-    return f"{value / 2**30:.1f} GiB" if key == "memory_free" else "none" if value == "" else value
+    return size_text(value) if key == "memory_free" else "none" if value == "" else value
 
 
 def text(facts: dict[str, Any], color: bool | None = None) -> str:
