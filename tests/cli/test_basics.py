@@ -12,6 +12,7 @@ import pytest
 
 import ub_overlap
 from tests.harness.ranks import PATIENCE_S
+from tests.harness.tiers import full_but
 from ub_overlap import __main__ as cli
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
@@ -60,7 +61,7 @@ def run(arguments: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.tier("test")
-@pytest.mark.parametrize("where", ["root", "elsewhere"])
+@pytest.mark.parametrize("where", full_but(["root"], ["root", "elsewhere"]))
 def test_runs_from_anywhere(where: str, tmp_path: Path) -> None:
     """The checkout's folders compiler/ and runtime/ must not shadow the installed package."""
     done = run(["info", "--json"], ROOT if where == "root" else tmp_path)

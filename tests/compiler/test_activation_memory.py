@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.compiler.dags import Dag
 from tests.compiler.rank_compile import FORCE, build, saved_sizes, since
 from tests.harness.ranks import RankPool
-from tests.harness.tiers import INNER
+from tests.harness.tiers import INNER, full_but
 from tests.harness.traces import as_loss
 from tests.models.compare import Values, error, uncached, values
 from ub_overlap.compiler.cost.policy import Policy
@@ -158,7 +158,7 @@ def test_activation_checkpointing(pool2: RankPool, selective: bool, budget: int 
 
 
 @FULL
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+@pytest.mark.parametrize("recipe", full_but(["rowwise"], ["tensorwise", "delayed", "rowwise"]))
 def test_a_region_in_float8(pool2: RankPool, recipe: str) -> None:
     """The float8 replacement of a matmul stays in its checkpoint region: gathered tensors and results are not kept."""
     gathered, product = 2 * 8 * 64, 2 * 8 * 48

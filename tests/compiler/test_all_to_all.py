@@ -304,7 +304,7 @@ def test_auto_next_to_sharded_weights(pool2: RankPool, slow_profile: str) -> Non
         in_full({"form": "loop", "routing": "one"}),
         in_full({"routing": "one"}),
         in_full({"shared": False, "tokens": (24, 0)}),
-        {"other": "fsdp"},
+        in_full({"other": "fsdp"}),
     ],
     ids=["skewed", "loop", "one_expert", "no_tokens", "fsdp"],
 )

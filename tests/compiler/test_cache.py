@@ -14,6 +14,7 @@ import torch
 import ub_overlap
 from tests.compiler.rank_compile import build, since
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import in_full
 from tests.harness.traces import as_loss
 from tests.models.compare import error
 from ub_overlap.compiler.reports.history import HISTORY
@@ -106,9 +107,7 @@ def test_warm(warm: RankPool) -> None:
     "changed",
     [
         {"overrides": {"*": "chunks=4"}},
-        {"memory_budget": 0},
-        {"overlap": "off"},
-        {"overlap": "auto"},
+        *map(in_full, [{"memory_budget": 0}, {"overlap": "off"}, {"overlap": "auto"}]),
         {"overlap": "auto", "min_bytes": 1},
     ],
     ids=str,

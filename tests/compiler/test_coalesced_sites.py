@@ -13,7 +13,7 @@ from tests.harness.ranks import RankPool
 from tests.harness.tiers import in_full
 
 
-@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", in_full("all_reduce")])
 def test_results_on_ranks(pool2: RankPool, collective: str) -> None:
     """Parts of several sizes and types, with casts in front and scalings behind, give what the plain graph gives."""
     assert pool2.run(run_graph, collective) == [""] * 2

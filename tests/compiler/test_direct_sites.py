@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but
 from tests.models.compare import uncached
 from tests.runtime.oracle import data
 from ub_overlap.compiler.cost import load
@@ -68,7 +69,7 @@ def run(rank: int, world: int, profile: str, mode: str, is_autotuned: bool) -> d
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", full_but(MODES[:1], MODES))
 def test_direct_is_selected_where_it_is_predicted_best(pool2: RankPool, tmp_path: Path, mode: str) -> None:
     for found in pool2.run(run, profile_with(tmp_path / "fast.json", 1.0), mode, False):
         assert found["worst"] <= 0.5 and found["strategy"] == "direct" and found["ran"] == {"direct": 3}

@@ -158,6 +158,7 @@ def sizes(rank: int, world: int) -> tuple[str, list[tuple[str, dict[str, int], l
     return plan.to_json(), rows_, worst
 
 
+@pytest.mark.tier("full")
 def test_one_graph_for_all_sizes(pool2: RankPool) -> None:
     """Ranks make byte-equal plans, although their hash seeds differ (tests/harness/processes.py)."""
     found = pool2.run(sizes)

@@ -137,6 +137,7 @@ def test_without_overlap_the_program_stays(pool2: RankPool) -> None:
         assert found["again"] == ["bfloat16"] * 4 + ["int64"] and found["error"] == 0
 
 
+@pytest.mark.tier("full")
 def test_a_policy_of_the_user_stays(pool2: RankPool) -> None:
     """The counts are exchanged again where a policy says so. The size of a result needs no exchange anyway."""
     for found in pool2.run(run_experts, "skewed", "aot_eager", "force", "by policy"):

@@ -85,7 +85,8 @@ def any_order(rank: int, world: int, kind: str, breaks: bool) -> dict[str, Any]:
 
 @pytest.mark.tier("test")
 @pytest.mark.parametrize(
-    ("kind", "breaks"), [in_full(("module", False)), ("in place", False), ("function", False), in_full(("module", True))]
+    ("kind", "breaks"),
+    [in_full(("module", False)), in_full(("in place", False)), ("function", False), in_full(("module", True))],
 )
 def test_any_order(fake2: FakeRanks, kind: str, breaks: bool) -> None:
     """Every explain reports, and the compiled model compiles once. Without options, explain takes those of the model."""

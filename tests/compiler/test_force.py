@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.compiler.rank_compile import FORCE
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but
 from tests.models.compare import decide_sites, uncached
 from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.reports.history import HISTORY
@@ -30,7 +31,7 @@ ILLEGAL = {
 
 
 @pytest.mark.tier("test")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", full_but(["zero3", "experts"], MODELS))
 def test_models(fake2: FakeRanks, name: str) -> None:
     decisions = fake2.run(decide_sites, *MODELS[name], FORCE)[0].decisions
     left = [d for d in decisions if d["strategy"] == "none"]

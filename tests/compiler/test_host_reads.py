@@ -187,12 +187,15 @@ def run_program(rank: int, world: int, name: str, inner: str) -> tuple[list[str]
     return recorded.graphs[0], close
 
 
-WITH_INDUCTOR = [("compute", "inductor"), ("written", "inductor")]
+SHORT = [
+    *product(["all at once", "compute", "tensor between", "written", "other", "gather"], ["aot_eager"]),
+    ("compute", "inductor"),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "inner"),
-    full_but([*product(PROGRAMS, ["aot_eager"]), *WITH_INDUCTOR], product(PROGRAMS, ["aot_eager", "inductor"])),
+    full_but(SHORT, product(PROGRAMS, ["aot_eager", "inductor"])),
 )
 def test_programs(pool2: RankPool, name: str, inner: str) -> None:
     for targets, close in pool2.run(run_program, name, inner):

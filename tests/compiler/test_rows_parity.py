@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
@@ -79,6 +80,7 @@ def dispatched(rank: int, world: int) -> dict[str, tuple[int | None, list[set[st
     return found
 
 
+@pytest.mark.tier("full")
 def test_rows_are_counted_alike(pool2: RankPool) -> None:
     for found in pool2.run(dispatched):
         wrong = {

@@ -1,6 +1,6 @@
 """Every model and form of the catalogue, compiled forward and backward.
 
-Results are compared with float64, and sites with the expected structure.
+Results are compared with float64, and sites with the expected structure. Structure without ranks: test_site_structure.py.
 """
 
 from __future__ import annotations
@@ -13,36 +13,16 @@ import pytest
 import torch
 
 from tests.compiler.rank_compile import FORCE, INDUCTOR, check
-from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 from tests.harness.tiers import full_but, in_full
-from tests.models.catalogue import DTENSOR, EXTERNAL, FSDP, MEGATRON, MESH, ODD, SINGLE, Named, unfit
-from tests.models.compare import decide_sites
+from tests.models.catalogue import DTENSOR, EXTERNAL, FSDP, MEGATRON, MESH, ODD, REPEATED, SINGLE, Named, unfit
 
 pytestmark = pytest.mark.tier("test")
 
 ALL: Named = {**DTENSOR, **MEGATRON, **FSDP, **SINGLE}
-MODELS: Named = {**DTENSOR, **MEGATRON, **FSDP}
-REPEATED = {
-    "llama_b1", "llama_bias_b2", "llama_bias_b1", "llama_gqa_two_blocks", "llama_dynamic", "llama_each_b2", "llama_logits",
-    "llama_loss", "llama_loss_parallel", "llama_reduce_loss_parallel", "layers",
-}  # fmt: skip
-"""Models whose numbers are those of the ops of others. Their structure is checked in one process."""
 INNER = ("llama_b1", "llama_b2", "llama_dynamic", "mlp_gated_bias", "fsdp_mixed_2d", "mlp_reduce_gated", "attention_dim1_bias")
 INNER_REPEATED = {"llama_b1", "llama_dynamic", "attention_dim1_bias"}
 LOW = ("llama_b2", "mlp_gated_bias", "mlp_dim1", "mlp_reduce_gated", "gather_k", "mm_scatter_n", "gather_other_user")
-
-
-@pytest.mark.parametrize("name", full_but(REPEATED & MODELS.keys() - {"llama_dynamic"}, MODELS))
-def test_structure(fake2: FakeRanks, name: str) -> None:
-    if why := unfit(name):
-        pytest.skip(why)
-    fake2.run(decide_sites, *MODELS[name], FORCE)[0].check_sites()
-
-
-@pytest.mark.parametrize("name", MESH)
-def test_structure_on_a_mesh(fake4: FakeRanks, name: str) -> None:
-    fake4.run(decide_sites, *MESH[name], FORCE)[0].check_sites()
 
 
 @pytest.mark.parametrize("name", full_but(ALL.keys() - REPEATED, ALL))

@@ -285,6 +285,7 @@ def run_layer(rank: int, world: int, routing: str, inner: str) -> dict[str, Any]
     return found
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(
     ("inner", "routing"),
     [

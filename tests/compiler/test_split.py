@@ -54,6 +54,7 @@ def test_zero3(pool2: RankPool, inner: str, mixed: bool, budget: float | None, z
         assert in_place == (gathers if budget == 0 and zero_copy == "auto" else [False] * len(gathers))
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("mixed", full_but([False], [False, True]))
 def test_zero_copy_changes_no_bit(pool2: RankPool, mixed: bool) -> None:
     """Results are those of copied gathers, also with more gathers than slots. A second step runs in the slots of the first."""

@@ -341,6 +341,7 @@ def test_choices_of_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice().whole_us == next(iter(choose_halves._CHOSEN.values())).whole_us
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("other", [in_full(Settings(4)), Settings(2, Group("b"))], ids=["top", "group"])
 def test_settings_in_dataclasses(monkeypatch: pytest.MonkeyPatch, other: Settings) -> None:
     same = Settings(2, Group("a")) if other.group else Settings(2)

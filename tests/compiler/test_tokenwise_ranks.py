@@ -22,6 +22,7 @@ def check_example(found: rank_tokenwise.Found, exchanges: tuple[int, int]) -> No
     assert set(found.exchanges) == set(exchanges)
 
 
+@pytest.mark.tier("full")
 def test_the_example(pool2: RankPool) -> None:
     """Counts, dispatch and combine of each half; without gradients too."""
     for found in pool2.run(rank_tokenwise.compare_example, [24], FORCE):

@@ -24,6 +24,7 @@ def counts(plans: list[Plan]) -> list[dict[str, int]]:
 CAUSAL, BALANCED = (True, False), (True, True)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(("causal", "load_balance"), full_but([BALANCED], [CAUSAL, BALANCED, (False, False)]))
 def test_a_ring_that_gathers(pool2: RankPool, options: dict[str, Any], causal: bool, load_balance: bool) -> None:
     """Keys and values are gathered once. They arrive while the attention to the own positions runs, and backward reads them."""

@@ -22,6 +22,7 @@ def check(found: list[ranks.Found | str], *modes: str) -> None:
         assert own_modes >= set(modes), own_modes
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("inner", INNER)
 def test_sharded_weights(pool2: RankPool, inner: str) -> None:
     check(pool2.run(ranks.sharded_weights, 1024, inner), "split", "pipelined")

@@ -31,7 +31,7 @@ from ub_overlap.runtime import autotune, machine, plan_store, profile_store, sto
 from ub_overlap.runtime.errors import OptionError, StoredFileError
 from ub_overlap.tools import trace_events
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "1"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0.3"))
 """Of each mutation test."""
 
 

@@ -219,6 +219,7 @@ def test_warm_caches(state: Fp8State, tmp_path: Any, monkeypatch: pytest.MonkeyP
     assert history["dy"][:2].tolist() == [dy.abs().max().item()] * 2
 
 
+@pytest.mark.tier("full")
 def test_training(state: Fp8State, monkeypatch: pytest.MonkeyPatch) -> None:
     """A regression of two microbatches a step: the loss ends within 3% of bf16's. With scales that cut what they should hold
     it does not."""

@@ -32,6 +32,7 @@ def kept_weights(run: Run) -> tuple[int, int]:
     return sizes.count(2 * SHARD), sizes.count(SHARD)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(("recipe", "bound"), [("tensorwise", 0.0), in_full(("delayed", 1e-3))])
 def test_a_budget_of_float8_weights(pool2: RankPool, recipe: str, bound: float) -> None:
     """With 0 backward gathers all weights again, as float8 and next to its matmuls; with half of their bytes, half of them."""

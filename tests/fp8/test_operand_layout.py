@@ -27,6 +27,7 @@ class GatedMLP(nn.Module):
         return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("dynamic", full_but([True], [False, True]))
 def test_layouts_of_scaled_products(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
     kernels = compat.__getattr__("extern_kernels")

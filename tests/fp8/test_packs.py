@@ -77,6 +77,7 @@ def test_block_inductor(pool2: RankPool) -> None:
         assert run.worst < 0.05 and [d.packs for d in run.gathers()] == [(3,), (2,)]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("recipe", full_but(["tensorwise"], ["tensorwise", "delayed"]))
 def test_one_scale_for_each_tensor(pool2: RankPool, recipe: str) -> None:
     for run in pool2.run(run_model, LLAMA, {"dtype": BF16}, {**FORCE, "fp8": {"recipe": recipe, "state": "packs"}}):

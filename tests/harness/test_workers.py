@@ -18,7 +18,7 @@ from tests.test_docs import ROOT
 CASES = "import pytest\n@pytest.mark.parametrize('case', range(6))\ndef test_case(case): pass\n"
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("full")
 def test_tests_of_a_file_run_in_one_worker(tmp_path: Path) -> None:
     """The tests on GPUs run in one worker."""
     pytest.importorskip("xdist")

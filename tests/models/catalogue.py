@@ -74,6 +74,12 @@ EXTERNAL: Named = {
     "titan_whole": (_TITAN, {"whole": True}),
 }
 
+REPEATED = {
+    "llama_b1", "llama_bias_b2", "llama_bias_b1", "llama_gqa_two_blocks", "llama_dynamic", "llama_each_b2", "llama_logits",
+    "llama_loss", "llama_loss_parallel", "llama_reduce_loss_parallel", "layers",
+}  # fmt: skip
+"""Models whose numbers are those of the ops of others. Their structure is checked in one process."""
+
 # Cases that a supported torch version cannot run or trace without this package: name -> (first version that can, why).
 NEEDS: dict[str, tuple[tuple[int, int], str]] = {
     "mlp_uneven": ((2, 12), "eager DTensor: F.linear takes no view of an uneven shard"),

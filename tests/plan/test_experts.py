@@ -113,6 +113,7 @@ def test_halves_that_were_requested(capsys: pytest.CaptureFixture[str]) -> None:
         replace(SMALL, seq=12, dp=8, ep=8, experts=8, hidden=64, heads=8, ffn=64, shared_ffn=64, halves=True)
 
 
+@pytest.mark.tier("full")
 def test_known_model_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "mixtral-8x7b", "--quiet"]) == 0
     text = capsys.readouterr().out

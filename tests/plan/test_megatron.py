@@ -138,6 +138,7 @@ def decided(rank: int, world: int) -> tuple[dict[str, str], list[str]]:
     return {f"{d.phase} {d.module.rpartition('.')[2]} {d.kind.value}": str(d.strategy) for d in decisions}, messages
 
 
+@pytest.mark.tier("full")
 def test_a_cfg_decides_a_llama_block(pool2: RankPool) -> None:
     for sites, messages in pool2.run(decided):
         assert sites["forward wq all_gather_matmul"] == "pipelined:chunks=1"

@@ -239,6 +239,7 @@ def test_a_saved_plan_is_what_compiling_the_block_gives(pool2: RankPool, tmp_pat
         assert compiled_sites == planned
 
 
+@pytest.mark.tier("full")
 def test_a_saved_plan_of_two_hosts(pool2: RankPool, tmp_path: Path) -> None:
     """A compiled block with sharded weights has the split sites of its saved plan."""
     sizes, path = replace(SMALL, tp=1, dp=2, ranks_per_host=1), str(tmp_path / "plan.json")

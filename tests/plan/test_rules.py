@@ -206,6 +206,7 @@ def test_engine_copies_by_a_rule_compute_the_same(pool2: RankPool) -> None:
         assert len(gathers) > 2 and {*gathers} == {"pipelined:copies=engine"}
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("sequence", full_but([True], [True, False]), ids=["reduce_scatter", "all_reduce"])
 def test_direct_by_rules_computes_the_same(pool2: RankPool, sequence: bool) -> None:
     """Rules with direct keep outputs and gradients of a Llama block, with the comparison of every site in the graph."""

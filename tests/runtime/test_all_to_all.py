@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
-from tests.harness.tiers import INNER
+from tests.harness.tiers import INNER, full_but
 
 from . import rank_all_to_all as work
 from . import rank_ordered_rows as ordered
@@ -120,7 +120,7 @@ def test_splits_that_disagree(pools: dict[int, RankPool], late_s: float) -> None
     assert last["seconds"] < 25
 
 
-@pytest.mark.parametrize("how", ["absent", "leaves"])
+@pytest.mark.parametrize("how", full_but(["absent"], ["absent", "leaves"]))
 def test_a_rank_that_stays_away(pools: dict[int, RankPool], how: str) -> None:
     for found in pools[3].run(work.stays_away, STEP, how)[:2]:
         assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (2,)), found

@@ -23,10 +23,10 @@ TIMEOUT, MISMATCH = ("PeerTimeoutError",), ("SiteMismatchError",)
         in_full(("RS", "late", 3, TIMEOUT)),
         in_full(("AG", "stopped", 2, TIMEOUT)),
         ("AR", "stopped", 1, TIMEOUT),
-        ("AR", "skips the last", 2, TIMEOUT),
+        in_full(("AR", "skips the last", 2, TIMEOUT)),
         ("AG", "skips one", 1, MISMATCH),
-        ("AR", "skips one", 0, MISMATCH),
-        ("RS", "skips one", 3, MISMATCH),
+        in_full(("AR", "skips one", 0, MISMATCH)),
+        in_full(("RS", "skips one", 3, MISMATCH)),
     ],
 )
 def test_every_error_names_the_victim(
@@ -58,6 +58,7 @@ def test_a_rank_that_is_late_while_memory_grows(pools: dict[int, RankPool]) -> N
         assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (2,)), found
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("where", full_but(["bind"], ["op", "bind"]))
 def test_a_job_that_was_stopped(pools: dict[int, RankPool], where: str) -> None:
     for found in pools[2].run(rank_blame.all_stopped, where, 2.0):

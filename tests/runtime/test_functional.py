@@ -96,6 +96,7 @@ except ub_overlap.errors.OptionError as error:
     assert done.stdout == "no process group\n", done.stderr
 
 
+@pytest.mark.tier("full")
 def test_the_face_is_lazy() -> None:
     code = "import sys, ub_overlap; assert 'torch' not in sys.modules; print(ub_overlap.matmul_reduce_scatter.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but
 
 from . import rank_fused
 
@@ -65,7 +66,7 @@ def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
             assert what in one["text"]
 
 
-@pytest.mark.parametrize("strategy", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("strategy", full_but(["two_shot"], ["one_shot", "two_shot"]))
 def test_a_skipped_call_names_the_rank(pools: dict[int, RankPool], strategy: str) -> None:
     for found in pools[4].run(rank_fused.skipped, strategy, STEP)[:3]:
         assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (3,)), found

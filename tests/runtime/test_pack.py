@@ -259,6 +259,7 @@ def trained(rank: int, world: int, options: dict[str, Any]) -> tuple[list[str], 
     return wrong, [(d.id, d.pack_bytes or 0) for plan in HISTORY.since(mark) for d in plan.decisions if d.packs]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("inner", INNER)
 def test_packed_model(pool2: RankPool, inner: str) -> None:
     """A gather copies no weight, a sum only its left operands; moved weights give the same results."""

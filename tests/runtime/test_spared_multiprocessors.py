@@ -71,6 +71,7 @@ def test_where_nccl_does_not_run() -> None:
         settings.configure(nccl_multiprocessors=-1)
 
 
+@pytest.mark.tier("full")
 def test_collectives_of_ranks(pools: dict[int, RankPool]) -> None:
     """Between start and finish, of collectives with elements; after an exception; after the group has ended or was aborted."""
     for found in pools[2].run(rank_hosts.spares):

@@ -17,7 +17,7 @@ from . import rank_stage_data_parallel as ranks
         in_full(("Interleaved1F1B", "ddp")),
         in_full(("ZBVZeroBubble", "unused")),
         ("ZBVZeroBubble", "blocks"),
-        ("Interleaved1F1B", "fsdp"),
+        in_full(("Interleaved1F1B", "fsdp")),
         in_full(("ZBVZeroBubble", "fsdp")),
         in_full(("ZBVZeroBubble", "low_precision")),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.harness.ranks import RankPool
+from tests.harness.tiers import full_but
 from ub_overlap import _torch_compat
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import OptionError
@@ -205,8 +207,10 @@ def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
         settings.from_environment()
 
 
-@pytest.mark.parametrize("any_link", [False, True])
-@pytest.mark.parametrize("nvlink", [True, False, None])
+@pytest.mark.parametrize(
+    ("nvlink", "any_link"),
+    full_but([(True, True), (False, False), (None, False)], itertools.product([True, False, None], [False, True])),
+)
 def test_a_group_bound_on_faked_gpus(pools: dict[int, RankPool], nvlink: bool | None, any_link: bool) -> None:
     for rank, found in enumerate(pools[2].run(rank_initialize.gpus, nvlink, any_link)):
         line = found["lines"][-1]
