@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ub_overlap
+from tests.harness.later_steps import compiled_before
 from tests.runtime.rank_failures import attempt, fresh
 from tests.runtime.rank_sessions import C, reset
 from ub_overlap.runtime import settings
@@ -30,11 +31,12 @@ def train(model: DistributedDataParallel, rank: int, steps: int = 3, micro: int 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, grads = [], list[torch.Tensor]()
     for step in range(steps):
-        for part in range(micro):
-            model.require_backward_grad_sync = part == micro - 1
-            loss = loss_of(model, rank, micro * step + part)
-            loss.backward()
-            losses.append(loss.item())
+        with compiled_before(step):
+            for part in range(micro):
+                model.require_backward_grad_sync = part == micro - 1
+                loss = loss_of(model, rank, micro * step + part)
+                loss.backward()
+                losses.append(loss.item())
         grads = grads or [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()

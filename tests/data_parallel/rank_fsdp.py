@@ -22,6 +22,7 @@ except ImportError:
     FSDPMeshInfo = ShardPlacementResult = None  # type: ignore[assignment,misc]
 
 import ub_overlap
+from tests.harness.later_steps import compiled_before
 from tests.runtime.rank_failures import attempt
 from tests.runtime.rank_sessions import C, reset
 from ub_overlap import _fsdp_compat
@@ -79,12 +80,13 @@ def train(model: Any, rank: int, steps: int = 3, micro: int = 1) -> tuple[list[f
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, grads = [], list[Tensor]()
     for step in range(steps):
-        for part in range(micro):
-            if micro > 1:
-                model.set_requires_gradient_sync(part == micro - 1)
-            loss = loss_of(model, rank, micro * step + part)
-            loss.backward()
-            losses.append(loss.item())
+        with compiled_before(step):
+            for part in range(micro):
+                if micro > 1:
+                    model.set_requires_gradient_sync(part == micro - 1)
+                loss = loss_of(model, rank, micro * step + part)
+                loss.backward()
+                losses.append(loss.item())
         grads = grads or [p.grad.to_local().clone() for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()

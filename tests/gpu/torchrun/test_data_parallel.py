@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ub_overlap
 from tests.gpu.cases import BF16, F32
 from tests.gpu.lockstep import Lockstep
+from tests.harness.later_steps import compiled_before
 from ub_overlap.runtime.data_parallel import eager_collectives
 from ub_overlap.runtime.data_parallel.landing_slots import LandingSlots
 from ub_overlap.runtime.session import session
@@ -64,8 +65,9 @@ def train(lockstep: Lockstep, model: Any, steps: int, is_late: bool = False) -> 
     for step in range(steps):
         torch.manual_seed(100 * step + lockstep.rank)
         x = torch.randn(ROWS, WIDTH, device=lockstep.device)
-        loss = model(x).float().square().mean()
-        loss.backward()
+        with compiled_before(step):
+            loss = model(x).float().square().mean()
+            loss.backward()
         losses.append(loss.detach())
         if not grads:
             grads = [local_of(p.grad).clone() for p in model.parameters()]

@@ -17,6 +17,7 @@ from torch import nn
 from tests.gpu import captures as inductor_graphs
 from tests.gpu.cases import BF16, Maker, differs
 from tests.gpu.lockstep import Lockstep
+from tests.harness.later_steps import compiled_before
 from tests.harness.traces import as_loss
 from tests.models.megatron import MLP, Mappings
 from ub_overlap.runtime import ops, settings, stats
@@ -222,8 +223,9 @@ def compiled(lockstep: Lockstep, steps: int, kwargs: dict[str, Any], captures: b
         for module, call in ((eager, eager), (ours, run)):
             generator.manual_seed(100 * step + lockstep.rank)
             x = torch.randn(rows // lockstep.ranks, 1, dim, device=lockstep.device, generator=generator).requires_grad_()
-            out = call(x)
-            as_loss(out).backward()
+            with compiled_before(step):
+                out = call(x)
+                as_loss(out).backward()
             results.append([out.detach().clone(), x.grad, *(p.grad.clone() for p in module.parameters())])  # type: ignore[union-attr]
             module.zero_grad(set_to_none=True)
         for a, b in zip(*results, strict=True):
