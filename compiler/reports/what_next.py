@@ -16,6 +16,10 @@ from ..plan.strategy import Mode
 
 SHOWN = 3
 """Rows in a text report; JSON and page have all."""
+NO_TIMES = (
+    "a stored plan has no schedules and no times: ub_overlap.reports(), or explain(model)(*inputs), in the program has both; "
+    "to_html() and to_json() keep them"
+)
 REASONS_PAGE, COST_PAGE, WINDOWS_PAGE = "reference/reasons.md", "explanation/cost_model.md", "explanation/windows.md"
 _LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -56,12 +60,16 @@ class WhatNext:
     groups: tuple[ExposedGroup, ...]
     sites: int
     unknown: int
+    is_plan: bool = False
+    """Whether they are a stored plan's, which has neither times nor schedules."""
 
     @property
     def headline(self) -> str:
         """The list in one sentence; "" without collectives."""
         if not self.sites:
             return ""
+        if self.is_plan:
+            return NO_TIMES
         unknown = f"; {self.unknown} have no predicted time" if self.unknown else ""
         if not self.groups:
             return f"nothing is left: no collective exposes more than {MARGIN_US:g} us{unknown}"
@@ -90,7 +98,8 @@ def find_exposed(sites: Sequence[Mapping[str, Any]]) -> WhatNext:
             key = (site["kind"], site["phase"], _module_glob(site["module"]), site["reason"] or "", site["strategy"])
             groups.setdefault(key, []).append((us, site))
     found = [_group(sorted(members, key=lambda member: -member[0])) for members in groups.values()]
-    return WhatNext(tuple(sorted(found, key=lambda group: -group.us)), len(sites), unknown)
+    is_plan = not any("matmul_us" in site for site in sites)
+    return WhatNext(tuple(sorted(found, key=lambda group: -group.us)), len(sites), unknown, is_plan)
 
 
 def exposed_us(site: Mapping[str, Any]) -> float | None:

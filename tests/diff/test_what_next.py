@@ -14,12 +14,17 @@ from tests.compiler.rank_compile import FORCE, build
 from tests.diff.samples import PLAN, report
 from tests.harness.fake_ranks import FakeRanks
 from tests.models.compare import uncached
+from ub_overlap.compiler.diff import stored_report
 from ub_overlap.compiler.diff.render import html
 from ub_overlap.compiler.diff.render.site_section import render_overview
 from ub_overlap.compiler.options import Options
-from ub_overlap.compiler.plan.reasons import Reason
+from ub_overlap.compiler.plan.decision import Decision
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.reasons import Kind, Reason
 from ub_overlap.compiler.plan.records import ReportRecord, as_record
-from ub_overlap.compiler.reports.what_next import copied_bytes, exposed_us, find_exposed
+from ub_overlap.compiler.plan.strategy import Mode, Strategy
+from ub_overlap.compiler.reports.report import Report
+from ub_overlap.compiler.reports.what_next import NO_TIMES, copied_bytes, exposed_us, find_exposed
 
 SITES = report()["sites"]
 LEGAL = ["pipelined", "bulk", "split"]
@@ -86,6 +91,18 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     assert line in page_of(tmp_path, {**report(), "sites": [hidden]})
     unknown = {**hidden, "matmul_us": None}
     assert find_exposed([hidden, unknown]).headline == f"{line}; 1 have no predicted time"
+
+
+def test_a_stored_plan_has_no_schedule(tmp_path: Path) -> None:
+    """The page and the text say so, and how to get one. A report of collectives without a prediction is no plan."""
+    plan = Plan("forward", (Decision(id="forward.0", kind=Kind.ALL_REDUCE, phase="forward", strategy=Strategy(Mode.BULK)),))
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    stored = stored_report.read_report(tmp_path / "plan.json")
+    for shown in (page_of(tmp_path, stored), render_overview(stored, [])):
+        assert NO_TIMES in shown and "nothing is left" not in shown
+    assert "schedules" in NO_TIMES and "ub_overlap.reports()" in NO_TIMES
+    of_program = page_of(tmp_path, Report([plan]).to_dict())
+    assert NO_TIMES not in of_program and "1 have no predicted time" in of_program
 
 
 def test_text_page_and_json_say_the_same(tmp_path: Path) -> None:
