@@ -23,7 +23,7 @@ from .diff.joint_snapshot import JointSnapshot
 from .graph.graph_inputs import GraphInputs
 from .graph.in_flight_inputs import find_in_flight, landed_examples, with_landed_inputs
 from .graph.source_location import input_names
-from .inductor import apply_bug_patches, estimate_own_ops, ordering_options, register_lowerings
+from .inductor import apply_bug_patches, estimate_own_ops, ordering_options, register_lowerings, require_cxx_compiler
 from .inductor.backward_parts import inner_compiler
 from .options import Options, parse
 from .passes import HOOKS, JointPass, RewritePass
@@ -49,6 +49,7 @@ def ub_overlap(
     ours, theirs = parse_and_load(options)
     if ours.inner == "aot_eager":
         return _compile_aot_eager(gm, example_inputs, ours)
+    require_cxx_compiler(example_inputs, theirs)
     facts = GraphInputs.of(example_inputs)
     own_passes = _make_passes(ours, facts, input_names(gm.graph))
     patches = _inductor_options(ours, theirs, mode or ours.mode, own_passes)
