@@ -167,6 +167,23 @@ def project() -> dict[str, Any]:
     }
 
 
-compiles = os.environ.get("UB_OVERLAP_BUILD", "1") != "0" and not COMPILING.isdisjoint(sys.argv)
+def dependencies(is_pinned: bool) -> list[str]:
+    """Return what the package needs. `is_pinned`: it holds an extension, which loads only under the torch of its build."""
+    listed: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ub_overlap"]["dependencies"]
+    if not is_pinned:
+        return listed
+    release = ".".join(str(import_torch().__version__).split(".")[:2])
+    return [f"torch=={release}.*" if name == VERSIONS["REQUIREMENT"] else name for name in listed]
+
+
+BUILDS = os.environ.get("UB_OVERLAP_BUILD", "1") != "0"
+compiles = BUILDS and not COMPILING.isdisjoint(sys.argv)
 package_dir = packages()
-setuptools.setup(packages=list(package_dir), package_dir=package_dir, **project(), **(extension() if compiles else {}))
+is_pinned = compiles or (BUILDS and "dist_info" in sys.argv)  # the metadata that pip reads before it builds the wheel
+setuptools.setup(
+    packages=list(package_dir),
+    package_dir=package_dir,
+    install_requires=dependencies(is_pinned),
+    **project(),
+    **(extension() if compiles else {}),
+)

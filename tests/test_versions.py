@@ -44,7 +44,7 @@ def test_supported_versions(version: str, supported: bool) -> None:
 
 
 def test_metadata_states_the_range() -> None:
-    for requirements in (PYPROJECT["project"]["dependencies"], PYPROJECT["build-system"]["requires"]):
+    for requirements in (PYPROJECT["tool"]["ub_overlap"]["dependencies"], PYPROJECT["build-system"]["requires"]):
         assert [r for r in requirements if re.match(r"torch\b", r)] == [_versions.REQUIREMENT]
 
 
