@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -66,6 +67,15 @@ def import_torch() -> Any:
     return torch
 
 
+def check_compiler(name: str) -> None:
+    """SystemExit with one line if there is no C++ compiler of this name: the build would fail later, with a traceback."""
+    if not shutil.which(name.split()[0]):
+        raise SystemExit(
+            f"ub_overlap: the build needs a C++ compiler, and {name} is not on PATH: apt install g++, or set CXX to one; "
+            "UB_OVERLAP_BUILD=0 builds no extension"
+        )
+
+
 def relative(paths: Any) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in paths)
 
@@ -80,6 +90,7 @@ def extension() -> dict[str, Any]:
     except ImportError:  # torch carries its headers
         pybind11 = None
     cuda_files = list((ROOT / "csrc/cuda").glob("*.*"))
+    check_compiler(cpp_extension.get_cxx_compiler())
     with_cuda, cuda_note = cuda_toolkit.decide(
         os.environ.get("UB_OVERLAP_BUILD_CUDA", "auto"),
         cuda_toolkit.TorchCuda(
@@ -156,6 +167,23 @@ def project() -> dict[str, Any]:
     }
 
 
-compiles = os.environ.get("UB_OVERLAP_BUILD", "1") != "0" and not COMPILING.isdisjoint(sys.argv)
+def dependencies(is_pinned: bool) -> list[str]:
+    """Return what the package needs. `is_pinned`: it holds an extension, which loads only under the torch of its build."""
+    listed: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ub_overlap"]["dependencies"]
+    if not is_pinned:
+        return listed
+    release = ".".join(str(import_torch().__version__).split(".")[:2])
+    return [f"torch=={release}.*" if name == VERSIONS["REQUIREMENT"] else name for name in listed]
+
+
+BUILDS = os.environ.get("UB_OVERLAP_BUILD", "1") != "0"
+compiles = BUILDS and not COMPILING.isdisjoint(sys.argv)
 package_dir = packages()
-setuptools.setup(packages=list(package_dir), package_dir=package_dir, **project(), **(extension() if compiles else {}))
+is_pinned = compiles or (BUILDS and "dist_info" in sys.argv)  # the metadata that pip reads before it builds the wheel
+setuptools.setup(
+    packages=list(package_dir),
+    package_dir=package_dir,
+    install_requires=dependencies(is_pinned),
+    **project(),
+    **(extension() if compiles else {}),
+)

@@ -8,7 +8,7 @@ calls the same passes. All features of Inductor remain available; see docs/expla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -22,7 +22,8 @@ from .diff.compare_ranks import explain_difference
 from .diff.joint_snapshot import JointSnapshot
 from .graph.graph_inputs import GraphInputs
 from .graph.in_flight_inputs import find_in_flight, landed_examples, with_landed_inputs
-from .inductor import apply_bug_patches, estimate_own_ops, ordering_options, register_lowerings
+from .graph.source_location import input_names
+from .inductor import apply_bug_patches, estimate_own_ops, ordering_options, register_lowerings, require_cxx_compiler
 from .inductor.backward_parts import inner_compiler
 from .options import Options, parse
 from .passes import HOOKS, JointPass, RewritePass
@@ -48,8 +49,9 @@ def ub_overlap(
     ours, theirs = parse_and_load(options)
     if ours.inner == "aot_eager":
         return _compile_aot_eager(gm, example_inputs, ours)
+    require_cxx_compiler(example_inputs, theirs)
     facts = GraphInputs.of(example_inputs)
-    own_passes = _make_passes(ours, facts)
+    own_passes = _make_passes(ours, facts, input_names(gm.graph))
     patches = _inductor_options(ours, theirs, mode or ours.mode, own_passes)
     inner = {"inner_compile": inner_compiler(facts.parameters)} if ours.defer_weight_gradients else {}
     rewrite = own_passes[1]
@@ -60,8 +62,9 @@ def ub_overlap(
     return compiled
 
 
-def _make_passes(ours: Options, inputs: GraphInputs) -> tuple[JointPass, RewritePass]:
-    snapshot = JointSnapshot()
+def _make_passes(ours: Options, inputs: GraphInputs, names: Sequence[str] = ()) -> tuple[JointPass, RewritePass]:
+    """Return the passes of one graph of Dynamo, which share its snapshots. `names`: of its inputs, for reports."""
+    snapshot = JointSnapshot(names)
     return JointPass(ours, inputs, snapshot), RewritePass(ours, inputs, snapshot)
 
 
@@ -129,7 +132,7 @@ def _inductor_options(
 
 def _compile_aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options) -> Callable[..., Any]:
     inputs = GraphInputs.of(example_inputs)
-    joint, rewrite = _make_passes(ours, inputs)
+    joint, rewrite = _make_passes(ours, inputs, input_names(gm.graph))
 
     def compile_graph(graph: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
         rewrite(graph.graph)

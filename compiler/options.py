@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
@@ -31,6 +31,7 @@ from ub_overlap.runtime.typed_fields import (
 from .cost.profile_lookup import load
 from .fp8_config import Fp8Config, parse_fp8
 from .overrides.override_set import FORMS, Overrides, parse_overrides
+from .plan.plan import Plan
 
 DEFAULT_MIN_BYTES = 1 << 20
 DEFAULT_SPLIT_BYTES = 512 << 20
@@ -203,6 +204,39 @@ class Options:
         return self.fp8.filter_key is not None
 
 
+Switch = Literal["auto", "off"]
+ForcedSwitch = Literal["auto", "force", "off"]
+OverridesForm = Overrides | Plan | Mapping[Any, Any] | str | Path | Sequence[Mapping[Any, Any] | str | Path | Plan | Overrides]
+
+
+class OptionValues(TypedDict, total=False):
+    """The fields of `Options` with the values that users may give, for type checkers."""
+
+    overlap: ForcedSwitch
+    pack: ForcedSwitch
+    independent_matmuls: Literal["auto", "bulk", "off"]
+    split: Switch
+    hierarchical: ForcedSwitch
+    split_bytes: int
+    split_tokens: ForcedSwitch
+    zero_copy: Switch
+    coalesce: Switch
+    few_tokens: Switch
+    min_bytes: int
+    overrides: OverridesForm | None
+    memory_budget: float | None
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] | torch.dtype | None
+    scatter_first: bool
+    fp8: Literal["off", "forward", "all"] | Mapping[str, Any] | Fp8Config
+    profile: str | Path | None
+    defer_weight_gradients: bool
+    autotune: bool
+    on_unmatched: Literal["ignore", "warn", "error"]
+    inner: Literal["inductor", "aot_eager"]
+    mode: str | None
+    verify: bool
+
+
 NAMES = tuple(f.name for f in fields(Options))
 
 RENAMED = {
@@ -242,6 +276,20 @@ def parse(options: Mapping[str, Any] | None, inductor_names: frozenset[str]) -> 
         ours["overrides"] = parsed.overrides + Overrides(patterns=tuple((pattern, "none") for pattern in disabled))
         parsed = Options(**ours)
     return parsed, theirs
+
+
+def options(**values: Unpack[OptionValues]) -> dict[str, Any]:
+    """Return options as the dict that torch.compile takes. Type checkers know their names and values.
+
+        torch.compile(model, backend="ub_overlap", options=ub_overlap.options(overlap="force", min_bytes=0))
+
+    torch.compile takes a dict of any names, in which a typo shows at the first call of the model. Options of Inductor are
+    added to the result: `ub_overlap.options(overlap="force") | {"max_autotune": True}`. OptionError for an unknown name or an
+    invalid value.
+    """
+    given: dict[str, Any] = {**values}
+    parse(given, compat.inductor_option_names())
+    return given
 
 
 def disabled_sites() -> tuple[str, ...]:

@@ -127,7 +127,7 @@ class JointPass(_Pass):
             return
         drop_repeated_waits(graph)
         policy = Policy.of(self.options)
-        recorder = SnapshotRecorder(graph, "joint", settings.current().snapshots)
+        recorder = SnapshotRecorder(graph, "joint", settings.current().snapshots, self.joint_snapshot.input_names)
         changes: dict[str, int] = {}
         for what, change in self._changes(graph, policy):
             if not changes:
@@ -257,7 +257,8 @@ class RewritePass(_Pass):
         plan_announcements.announce_plan(decided.groups, decided.plan.graph, decided.plan.shared_digest)
         announce_plan(decided.plan, self.options.overlap)
         report_unmatched(decided.plan, self.options)
-        recorder = SnapshotRecorder(graph, decided.plan.phase, settings.current().snapshots)
+        names = self.joint_snapshot.input_names
+        recorder = SnapshotRecorder(graph, decided.plan.phase, settings.current().snapshots, names)
         recorder.before(decided.chosen)
         outputs = Outputs.of(graph, phase == "backward", restores_strides=self.options.inner == "inductor")
         if decided.layout is not None and self.options.inner == "inductor":

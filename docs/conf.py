@@ -1,8 +1,9 @@
 """Sphinx configuration of the site: `make docs` builds it in build/docs.
 
-The pages are plain Markdown and read well as files. Three things are added here: the tree of contents (contents.rst), the
-public API by autodoc (reference/autodoc.rst, written for each build), and links that leave docs/, which point to the
-repository.
+The pages are plain Markdown and read well as files. What is added here: the tree of contents, which is the order of links in
+index.md; the README as page overview.md; the public API by autodoc (reference/autodoc.rst, written for each build); and links
+that leave docs/, which point to the repository. Pages of docs/lab stay out of contents and search: they are notes on what was
+tried, and name everything.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ project = METADATA["name"]
 author = "the ub_overlap authors"
 release = version = ub_overlap.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
-root_doc = "contents"
+root_doc = "index"
 exclude_patterns = ["data"]
 nitpicky = False  # signatures name types of torch, whose inventory would need a network
 
@@ -36,6 +37,7 @@ myst_enable_extensions = ["colon_fence"]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 
+PAGE_LINK = re.compile(r"\]\(([\w/]+)\.md\)")
 PYTHON_PAGE = ROOT / "docs" / "reference" / "autodoc.rst"
 
 
@@ -58,6 +60,33 @@ def write_api_page(*_: Any) -> None:
         PYTHON_PAGE.write_text(text)
 
 
+def add_contents(_: Any, docname: str, source: list[str]) -> None:
+    """Append a tree of contents to the first page: for each section the pages that it links to."""
+    if docname != root_doc:
+        return
+    trees = []
+    for section in re.split(r"^## ", source[0], flags=re.MULTILINE)[1:]:
+        caption = section.partition("\n")[0]
+        pages = [page for page in dict.fromkeys(PAGE_LINK.findall(section)) if not page.startswith("lab/")]
+        pages += [PYTHON_PAGE.relative_to(ROOT / "docs").with_suffix("").as_posix()] if caption == "Reference" else []
+        if pages:
+            trees.append("\n".join(["```{toctree}", ":hidden:", ":maxdepth: 1", f":caption: {caption}", "", *pages, "```"]))
+    source[0] = "\n\n".join([source[0], *trees])
+
+
+def show_readme(_: Any, docname: str, source: list[str]) -> None:
+    """Replace the page `overview` by the README, with links that start in docs/."""
+    if docname == "overview":
+        text = re.sub(r"\]\((?!docs/|[a-z]+:|#)", "](../", (ROOT / "README.md").read_text())
+        source[0] = text.replace("](docs/", "](")
+
+
+def hide_lab(_: Any, docname: str, source: list[str]) -> None:
+    """Keep a page of docs/lab out of the search index. It is in no tree of contents."""
+    if docname.startswith("lab/"):
+        source[0] = f"---\norphan: true\nnosearch: true\n---\n\n{source[0]}"
+
+
 def link_to_repository(app: Any, docname: str, source: list[str]) -> None:
     """Replace links to files outside of docs/, and to folders, by links to the repository; without one, by their text."""
     folder = (ROOT / "docs" / docname).parent
@@ -78,4 +107,5 @@ def link_to_repository(app: Any, docname: str, source: list[str]) -> None:
 
 def setup(app: Any) -> None:
     app.connect("builder-inited", write_api_page)
-    app.connect("source-read", link_to_repository)
+    for handler in (show_readme, link_to_repository, hide_lab, add_contents):
+        app.connect("source-read", handler)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, TypedDict, Unpack, get_type_hints
 
 from .errors import OptionError
 from .extension import extension
@@ -84,6 +84,25 @@ class Settings:
             object.__setattr__(self, name, value)
 
 
+class SettingValues(TypedDict, total=False):
+    """The fields of Settings, for type checkers."""
+
+    init_timeout_s: float
+    step_timeout_s: float
+    trace: bool
+    replay: bool
+    nvtx: bool
+    links: Literal["nvlink", "any"]
+    shared_gpus: bool
+    hosts: str
+    nccl_multiprocessors: int
+    snapshots: bool
+    flight_calls: int
+    flight_dir: str | os.PathLike[str]
+    flight_signal: bool
+    merge_collectives: bool
+
+
 def environment_name(name: str) -> str:
     """Return the environment variable of a setting."""
     return _PREFIX + name.upper()
@@ -141,7 +160,7 @@ def advise(name: str) -> str:
     return f"raise {environment_name(name)}"
 
 
-def configure(**changes: Any) -> Settings:
+def configure(**changes: Unpack[SettingValues]) -> Settings:
     """Change settings of this process by name, from now on. Return the settings then in force.
 
     They hold for all groups and models. A wait has the deadline that is in force when it begins.
@@ -155,7 +174,7 @@ def configure(**changes: Any) -> Settings:
             expected=f"one of {', '.join(Settings.__slots__)}",
             fix=f"did you mean {' or '.join(near)}?" if near else "",
         )
-    _Holder.settings = replace(current(), **changes)
+    _Holder.settings = replace(current(), **changes)  # type: ignore[arg-type]  (Settings converts them)
     _Holder.configured |= changes.keys()
     apply()
     return _Holder.settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -88,6 +89,34 @@ def test_every_page_is_reachable_from_the_index() -> None:
     index = ROOT / "docs" / "index.md"
     linked = {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(index.read_text())}
     assert [name_of(page) for page in (ROOT / "docs").rglob("*.md") if page != index and page not in linked] == []
+
+
+def page_of_site(docname: str) -> str:
+    """Return a page as the functions of docs/conf.py give it to Sphinx."""
+    conf = runpy.run_path(str(ROOT / "docs/conf.py"))
+    source = [(ROOT / "docs" / f"{docname}.md").read_text()]
+    for change in ("show_readme", "link_to_repository", "hide_lab", "add_contents"):
+        conf[change](None, docname, source)
+    return source[0]
+
+
+def test_the_site_begins_with_code_and_has_all_pages_but_lab() -> None:
+    index = page_of_site("index")
+    assert index.index("```python") < index.index("| page |")
+    trees = re.findall(r"```\{toctree\}\n(?::.*\n)+\n([^`]*)```", index)
+    listed = [page for tree in trees for page in tree.split()]
+    pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert len(listed) == len(set(listed)) and pages - set(listed) == {"index", "lab/block_float8", "lab/gated_matmul"}
+    assert set(listed) - pages == {"reference/autodoc"}
+    assert page_of_site("lab/gated_matmul").startswith("---\norphan: true\nnosearch: true\n---\n\n# ")
+
+
+def test_the_readme_is_a_page_of_the_site() -> None:
+    """Its links to pages lead to them, those to other files of the repository to the repository, or nowhere without one."""
+    page = page_of_site("overview")
+    assert page.startswith("# ub_overlap\n") and "](guide/installation.md)" in page
+    local = [link.partition("#")[0] for link in LINK.findall(page) if not re.match(r"[a-z]+:|#", link)]
+    assert len(local) > 20 and [link for link in local if not (ROOT / "docs" / link).is_file()] == []
 
 
 def test_stored_measurements_are_json() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import email
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ pytestmark = pytest.mark.tier("full")
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = (".*", "__pycache__", "*.egg-info", "*.so", "_C_build.json", "build", "dist")
+OTHERS = ("tabulate", "jinja2", "rich>=13", "msgspec>=0.19")
+"""What the package needs besides torch."""
 HIDDEN_SOURCES = (".ci", ".clang-format", ".gitignore")
 
 
@@ -120,6 +124,23 @@ def test_wheel_of_the_checkout_equals_wheel_of_the_sdist(checkout: Path, site: P
     assert {n for n in files(tmp_path / "site") if not n.endswith(ignored)} == {
         n for n in files(site) if not n.endswith(ignored)
     }
+
+
+def requirements(metadata: Path) -> list[str]:
+    """Return what a METADATA file requires without extras."""
+    message = email.message_from_string(metadata.read_text())
+    return [line for line in message.get_all("Requires-Dist") or () if "extra ==" not in line]
+
+
+def test_a_wheel_with_the_extension_needs_its_torch(checkout: Path, site: Path, unpacked: Path, tmp_path: Path) -> None:
+    """The sdist, and a wheel without the extension, have the range. pip reads the metadata of a wheel before it builds it."""
+    code = f"import setuptools.build_meta as b; print(b.prepare_metadata_for_build_wheel({str(tmp_path)!r}))"
+    folder = run(sys.executable, "-c", code, cwd=checkout, UB_OVERLAP_BUILD="1").splitlines()[-1]
+    release = ".".join(version("torch").split(".")[:2])
+    pinned, open_range = (sorted([torch, *OTHERS]) for torch in (f"torch=={release}.*", "torch<2.16,>=2.11"))
+    assert sorted(requirements(tmp_path / folder / "METADATA")) == pinned
+    (installed,) = site.glob("ub_overlap-*.dist-info/METADATA")
+    assert sorted(requirements(installed)) == sorted(requirements(unpacked / "PKG-INFO")) == open_range
 
 
 def python(code: str, *, site: Path, cwd: Path) -> str:

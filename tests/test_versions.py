@@ -44,7 +44,7 @@ def test_supported_versions(version: str, supported: bool) -> None:
 
 
 def test_metadata_states_the_range() -> None:
-    for requirements in (PYPROJECT["project"]["dependencies"], PYPROJECT["build-system"]["requires"]):
+    for requirements in (PYPROJECT["tool"]["ub_overlap"]["dependencies"], PYPROJECT["build-system"]["requires"]):
         assert [r for r in requirements if re.match(r"torch\b", r)] == [_versions.REQUIREMENT]
 
 
@@ -69,6 +69,9 @@ def test_doctor_knows_the_range(version: str, works: bool) -> None:
 
 CPP_EXTENSION = """
 CUDA_HOME = {home!r}
+def get_cxx_compiler():
+    import os
+    return os.environ.get("CXX", "c++")
 def include_paths(device_type="cpu"):
     return [CUDA_HOME + "/include"] if device_type == "cuda" else []
 """
@@ -124,6 +127,12 @@ def test_requested_cuda_without_headers_fails_in_one_line(tmp_path: Path) -> Non
 def test_requested_cuda_with_a_cpu_torch_fails_in_one_line(tmp_path: Path) -> None:
     (line,) = refuse(stub_torch(tmp_path, "2.13.0+cpu"), UB_OVERLAP_BUILD_CUDA="1").splitlines()
     assert "torch 2.13.0+cpu is a build without CUDA" in line
+
+
+@pytest.mark.tier("test")
+def test_a_build_without_a_compiler_fails_in_one_line(tmp_path: Path) -> None:
+    (line,) = refuse(stub_torch(tmp_path, "2.13.0+cpu"), CXX="no-such-compiler").splitlines()
+    assert "needs a C++ compiler, and no-such-compiler is not on PATH: apt install g++" in line
 
 
 @pytest.mark.tier("test")

@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class SnapshotRecorder:
-    """Takes snapshots of one graph before and after a pass. With `on` False it takes none."""
+    """Takes snapshots of one graph before and after a pass. With `on` False it takes none. `input_names`: as in NodeTexts."""
 
-    def __init__(self, graph: Graph, phase: str, on: bool) -> None:
+    def __init__(self, graph: Graph, phase: str, on: bool, input_names: Sequence[str] = ()) -> None:
         self._graph, self._phase, self._on = graph, phase, on
-        self._lineage, self._texts = uuid.uuid4().hex, NodeTexts()
+        self._lineage, self._texts = uuid.uuid4().hex, NodeTexts(input_names)
         self._before: Snapshot | None = None
 
     def before(self, chosen: Sequence[ChosenSite] = ()) -> None:
@@ -65,9 +65,13 @@ def format_diffs(graphs: PlanGraphs) -> str:
 
 
 class JointSnapshot:
-    """Snapshots of a joint graph, kept until the forward pass of the same graph has a plan to store them with."""
+    """Snapshots of a joint graph, kept until the forward pass of the same graph has a plan to store them with.
 
-    def __init__(self) -> None:
+    `input_names`: as in NodeTexts, for all snapshots of the graph and its parts.
+    """
+
+    def __init__(self, input_names: Sequence[str] = ()) -> None:
+        self.input_names = input_names
         self.joint: tuple[Snapshot, Snapshot] | None = None
 
     def record(self, plan: Plan, snapshots: tuple[Snapshot, Snapshot] | None) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap._aot_compat import graph_input
 from ub_overlap.runtime.site_id import SiteId
 
 from ..graph.emitter import SITE
@@ -22,11 +23,12 @@ class NodeTexts:
     """The texts of nodes, cached from one snapshot of a graph to the next.
 
     Value, module, line and origin of a node do not change. Process groups are numbered by first use, as their names differ
-    between ranks.
+    between ranks. `input_names`: of the inputs of Dynamo's graph, in order; () where they are not known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, input_names: Sequence[str] = ()) -> None:
         self.text = _Text()
+        self._input_names = input_names
         self._fixed: dict[Node, tuple[str, str, str, str, str, str, str, str]] = {}
 
     def fixed(self, node: Node) -> tuple[str, str, str, str, str, str, str, str]:
@@ -37,6 +39,14 @@ class NodeTexts:
             place = (module_path(node), source_line(node), _origin(node))
             texts = self._fixed[node] = (node.op, self.text.target(node.target), *value, *place)
         return texts
+
+    def args(self, node: Node) -> tuple[str, list[Node]]:
+        """Return the arguments as `_Text.args`; of a placeholder the name of its parameter or input."""
+        if node.op != "placeholder":
+            return self.text.args(node)
+        index = graph_input(node)
+        is_known = index is not None and index < len(self._input_names)
+        return (self._input_names[index].replace("%", "") if is_known else "", [])
 
 
 def snapshot_graph(
@@ -57,7 +67,7 @@ def snapshot_graph(
     shots = []
     for node in graph.nodes:
         op, target, shape, dtype, stride, module, source, origin = texts.fixed(node)
-        args, inputs = texts.text.args(node)
+        args, inputs = texts.args(node)
         site = node.meta.get(SITE, "")
         mark = SiteId.parse(site).name if site else marked.get(node.name, "")
         read = tuple([places[i] for i in inputs])

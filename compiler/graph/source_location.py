@@ -13,9 +13,10 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap._dynamo_compat import input_source
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.*)')
 _LIBRARIES = (
@@ -28,10 +29,16 @@ _LIBRARY = re.compile(rf"/(?:site|dist)-packages/(?:{'|'.join(map(re.escape, _LI
 _NO_MODULE = re.compile(r"\.__closure__\[\d+\]\.cell_contents|\.\w+\.__self__")
 """Steps between a function and a module: a variable of its closure, and the module whose method it is."""
 _PART = re.compile(r"\['([^']*)'\]|\[(\w+)\]|(\w+)")
-_WRAPPERS = {"_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""Parts of a path that are no names of modules."""
+_WRAPPERS = {
+    "_modules", "_parameters", "_buffers", "__dict__", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module",
+}  # fmt: skip
+"""Parts of a path that are no names of modules and parameters."""
 _ROOTS = (["self"], ["fn"], ["args", "0"])
 """Variables of the compiled module: of its forward, of torch's wrapper of a module such as nn.Sequential, of a decorator."""
+
+
+_WHOLE = re.compile(r"^[LG]\['(\w+)'\]")
+"""The variable that a source begins with."""
 
 
 def module_path(node: Node) -> str:
@@ -67,6 +74,15 @@ def _module_paths(source: str) -> tuple[str, str]:
         if is_variable and parts[: len(root)] == root:
             return (".".join(parts[len(root) :]),) * 2
     return ".".join(parts), ".".join(parts[is_variable:])
+
+
+def input_names(graph: Graph) -> list[str]:
+    """Return the names of the inputs of Dynamo's graph: paths of parameters and buffers, and names of arguments."""
+    names = []
+    for node in graph.find_nodes(op="placeholder"):
+        source = input_source(node)
+        names.append(_module_paths(source)[1] or _WHOLE.sub(r"\1", source) or node.name)
+    return names
 
 
 def stable_names(nodes: Iterable[Node]) -> dict[Node, str]:

@@ -268,6 +268,29 @@ class GraphsRecord(TypedDict):
     joint: NotRequired[tuple[SnapshotRecord, SnapshotRecord] | None]
 
 
+class ExposedGroupRecord(TypedDict):
+    """ExposedGroup."""
+
+    sites: list[str]
+    kind: str
+    phase: str
+    module: str
+    strategy: str
+    reason: str
+    us: float
+    is_measured: bool
+    advice: str
+    paste: str
+    page: str
+
+
+class WhatNextRecord(TypedDict):
+    """WhatNext."""
+
+    headline: str
+    groups: list[ExposedGroupRecord]
+
+
 class ReportRecord(TypedDict):
     """Report, and a plan of `plan --save`, which has no figures and no graphs."""
 
@@ -278,6 +301,7 @@ class ReportRecord(TypedDict):
     summary: NotRequired[str]
     totals: NotRequired[str]
     sites: list[ReportedSiteRecord]
+    what_next: NotRequired[WhatNextRecord]
     casts: NotRequired[list[ReportedCastRecord]]
     lanes: NotRequired[dict[str, list[LaneRecord]]]
     graphs: NotRequired[list[GraphsRecord]]

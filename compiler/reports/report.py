@@ -28,6 +28,7 @@ from .history import HISTORY
 from .measured import Measured
 from .outlook import Outlook, outlook, totals
 from .summary import format_plan
+from .what_next import WhatNext, copied_bytes, find_exposed
 
 OPTIONAL_COLUMNS = (
     "predicted us", "shape", "group", "matmuls", "bytes saved", "bytes sent", "line", "calls", "comm us", "matmul us",
@@ -235,6 +236,10 @@ class Report:
             text += f"; {len(measured)} measured sites took {took:.0f} us, predicted {predicted:.0f} us"
         return text + _copied_during_matmuls(decisions)
 
+    def what_next(self) -> WhatNext:
+        """Return the collectives that still expose communication, with the reason and the option to paste of each."""
+        return find_exposed([d.to_dict() for d in self.decisions])
+
     def timeline(self, path: str | Path, site: str | None = None, predicted: bool = True, measured: bool = True) -> Path:
         """Write the steps of one site, or of all in order, predicted and (after explain(..., measure=True)) measured.
 
@@ -276,6 +281,7 @@ class Report:
             "summary": self.summary(),
             "totals": self.totals() if self.plans else "",
             "sites": [d.to_dict() for d in self.decisions],
+            "what_next": self.what_next().to_dict(),
             "casts": [c.to_dict() for c in self.casts],
             "token_splits": [t.to_dict() for t in self.token_splits],
             "lanes": self._lanes(),
@@ -324,7 +330,7 @@ class Report:
         if not self.plans:
             return self.summary()
         errors = self.float8() if any(c.error is not None for c in self.casts) else ""
-        return "\n".join(filter(None, (self.summary(), self.table(), self.totals(), errors)))
+        return "\n".join(filter(None, (self.summary(), self.table(), self.totals(), self.what_next().text(), errors)))
 
 
 def lanes_of(site: str, predicted: Outlook | None, measured: Measured | None = None) -> list[dict[str, Any]]:
@@ -346,13 +352,8 @@ def _hidden(d: ReportedDecision) -> str:
 
 def _copied_during_matmuls(decisions: Sequence[ReportedDecision]) -> str:
     """Return "; measured: 67% of 1024 bytes copied during a matmul", "" before the first call and where steps are not timed."""
-    timed = [(d.bytes_copied, d.bytes_overlapped) for d in decisions if d.bytes_copied and d.bytes_overlapped is not None]
-    copied = sum(all_bytes for all_bytes, _ in timed)
-    return (
-        f"; measured: {sum(during for _, during in timed) / copied:.0%} of {copied} bytes copied during a matmul"
-        if copied
-        else ""
-    )
+    copied, during = copied_bytes((d.bytes_copied, d.bytes_overlapped) for d in decisions)
+    return f"; measured: {during / copied:.0%} of {copied} bytes copied during a matmul" if copied else ""
 
 
 def _tuned(plan: Plan, d: Decision) -> tuple[tuple[str, TunedStrategy], ...]:

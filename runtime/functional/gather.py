@@ -14,7 +14,7 @@ backward   dX = reduce_scatter(sum_j dY_j @ W_j^T),  dW_j = G^T @ dY_j
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -22,11 +22,37 @@ from torch import Tensor
 from .. import ops  # noqa: F401  (registers the ops)
 from . import layout, plain
 from .groups import Group, name_of, size_of
-from .layout import Caller
+from .layout import Caller, Tensors
 
 OPS = torch.ops.ub_overlap
 
 
+@overload
+def all_gather_matmul(
+    shard: Tensor,
+    weights: Tensors,
+    group: Group = None,
+    *,
+    gather_dim: int = 0,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    return_gathered: Literal[False] = False,
+    strategy: str = "pipelined",
+    save: str = "gathered",
+    site: str | None = None,
+) -> Tensors: ...
+@overload
+def all_gather_matmul(
+    shard: Tensor,
+    weights: Tensors,
+    group: Group = None,
+    *,
+    gather_dim: int = 0,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    return_gathered: Literal[True],
+    strategy: str = "pipelined",
+    save: str = "gathered",
+    site: str | None = None,
+) -> tuple[Tensor, Tensors]: ...
 def all_gather_matmul(
     shard: Tensor,
     weights: Tensor | Sequence[Tensor],

@@ -24,7 +24,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -38,12 +38,19 @@ from .. import (
 from ..schedule.steps import HANDLE_SLOTS
 from . import layout
 from .groups import Group, name_of, size_of
-from .layout import DTYPES, Caller
+from .layout import DTYPES, Caller, Tensors
 
 OPS = torch.ops.ub_overlap
 _BYTES = torch.float8_e4m3fn
 """A gather of other dtypes moves bytes, as which float8 is sent."""
 log = logging.getLogger(__name__)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _untraced(function: Function) -> Function:
+    """Apply torch.compiler.disable, whose type does not keep the signature."""
+    disabled: Function = torch.compiler.disable(function)
+    return disabled
 
 
 @dataclass(slots=True)
@@ -55,7 +62,7 @@ class _OpenCollective:
     """Where the program started it."""
     finish: Callable[[], Any]
     """Its finish. It keeps the input, which the pushes read."""
-    handle: weakref.ref[CollectiveHandle] | None = None
+    handle: weakref.ref[CollectiveHandle[Any]] | None = None
 
     @property
     def is_dropped(self) -> bool:
@@ -70,7 +77,7 @@ _open: weakref.WeakKeyDictionary[Any, dict[int, _OpenCollective]] = weakref.Weak
 """By process group and split slot, in the order of their starts."""
 
 
-class CollectiveHandle:
+class CollectiveHandle(Generic[Tensors]):
     """A collective that was started. `wait` returns its result. All ranks start and wait in the same order."""
 
     def __init__(
@@ -102,19 +109,19 @@ class CollectiveHandle:
         state = "open" if self._result is None else "finished"
         return f"<{state} {self._call.function} at site '{self._call.site}'>"
 
-    def wait(self) -> Any:
+    def wait(self) -> Tensors:
         """Wait for the collective and return its result, a list for a list. On a GPU the stream waits, not the host."""
         if self._result is None:
             own = self._slots.pop(self._slot, None)  # also where it fails: after an error the group is not used again
             if own is None:
                 self._call.refuse("the collective has failed in an earlier wait", "a second wait", "one")
             with _name_dropped(self._slots):
-                result = own.finish()
-            if isinstance(result, Tensor):
-                self._result = _view(result, self._view_as)
+                received = own.finish()
+            if isinstance(received, Tensor):
+                self._result = _view(received, self._view_as)
             else:
-                self._result = [_view(one, dtype) for one, dtype in zip(result, self._view_as, strict=True)]
-        return self._result
+                self._result = [_view(one, dtype) for one, dtype in zip(received, self._view_as, strict=True)]
+        return cast(Tensors, self._result)
 
 
 @contextlib.contextmanager
@@ -166,7 +173,15 @@ def _calling_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-@torch.compiler.disable
+@overload
+def all_gather(
+    shard: Tensors, group: Group = None, *, async_op: Literal[False] = False, site: str | None = None
+) -> Tensors: ...
+@overload
+def all_gather(
+    shard: Tensors, group: Group = None, *, async_op: Literal[True], site: str | None = None
+) -> CollectiveHandle[Tensors]: ...
+@_untraced
 def all_gather(
     shard: Tensor | Sequence[Tensor], group: Group = None, *, async_op: bool = False, site: str | None = None
 ) -> Any:
@@ -182,7 +197,27 @@ def all_gather(
     return _run(call, "all_gather", "sum", shard, None, group, async_op)
 
 
-@torch.compiler.disable
+@overload
+def reduce_scatter(
+    full: Tensors,
+    group: Group = None,
+    *,
+    reduce_op: str = "sum",
+    out_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
+    site: str | None = None,
+) -> Tensors: ...
+@overload
+def reduce_scatter(
+    full: Tensors,
+    group: Group = None,
+    *,
+    reduce_op: str = "sum",
+    out_dtype: torch.dtype | None = None,
+    async_op: Literal[True],
+    site: str | None = None,
+) -> CollectiveHandle[Tensors]: ...
+@_untraced
 def reduce_scatter(
     full: Tensor | Sequence[Tensor],
     group: Group = None,
@@ -206,7 +241,27 @@ def reduce_scatter(
     return _run(call, "reduce_scatter", reduce_op, full, out_dtype, group, async_op)
 
 
-@torch.compiler.disable
+@overload
+def all_reduce(
+    x: Tensors,
+    group: Group = None,
+    *,
+    reduce_op: str = "sum",
+    out_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
+    site: str | None = None,
+) -> Tensors: ...
+@overload
+def all_reduce(
+    x: Tensors,
+    group: Group = None,
+    *,
+    reduce_op: str = "sum",
+    out_dtype: torch.dtype | None = None,
+    async_op: Literal[True],
+    site: str | None = None,
+) -> CollectiveHandle[Tensors]: ...
+@_untraced
 def all_reduce(
     x: Tensor | Sequence[Tensor],
     group: Group = None,
@@ -223,7 +278,27 @@ def all_reduce(
     return _run(layout.caller("all_reduce", site), "all_reduce", reduce_op, x, out_dtype, group, async_op)
 
 
-@torch.compiler.disable
+@overload
+def all_to_all(
+    input: Tensor,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    group: Group = None,
+    *,
+    async_op: Literal[False] = False,
+    site: str | None = None,
+) -> Tensor: ...
+@overload
+def all_to_all(
+    input: Tensor,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    group: Group = None,
+    *,
+    async_op: Literal[True],
+    site: str | None = None,
+) -> CollectiveHandle[Tensor]: ...
+@_untraced
 def all_to_all(
     input: Tensor,
     output_splits: Sequence[int] | None = None,
@@ -247,7 +322,7 @@ def all_to_all(
             call.refuse("dim 0 cannot be divided evenly", input.shape[0], f"a multiple of {ranks}, or {label}")
         splits.append([input.shape[0] // ranks] * ranks if rows_of_peers is None else [int(rows) for rows in rows_of_peers])
     sent = _dense(input)
-    handle = CollectiveHandle(call, name, "all_to_all", sent, tuple(splits), input.dtype)
+    handle: CollectiveHandle[Tensor] = CollectiveHandle(call, name, "all_to_all", sent, tuple(splits), input.dtype)
     return handle if async_op else handle.wait()
 
 
@@ -291,6 +366,7 @@ def _run(
         dense = _dense(tensor)
         sent.append(dense if dense.dtype in DTYPES else dense.view(_BYTES))
     op_dtypes = [one.dtype if one.dtype == _BYTES else dtype for one, dtype in zip(sent, dtypes, strict=True)]
+    handle: CollectiveHandle[Any]
     if isinstance(x, Tensor):
         handle = CollectiveHandle(call, name_of(group), "collective", sent[0], (collective, reduce_op, op_dtypes[0]), dtypes[0])
     else:

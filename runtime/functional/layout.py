@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from torch import Tensor
 from .. import errors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Tensors = TypeVar("Tensors", Tensor, list[Tensor], Sequence[Tensor])
+"""A tensor for a tensor, a list for a list."""
 
 
 class Caller(NamedTuple):

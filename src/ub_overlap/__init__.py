@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ub_overlap.compiler.backend import ub_overlap as backend
     from ub_overlap.compiler.ddp import DDPGraphs, optimize_ddp
     from ub_overlap.compiler.fp8_config import Fp8Config
+    from ub_overlap.compiler.options import options
     from ub_overlap.compiler.plan.plan import Plan
     from ub_overlap.compiler.reports.explain import explain
     from ub_overlap.compiler.reports.report import Report, reports
@@ -79,6 +80,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "optimize_ddp",
+    "options",
     "pack",
     "passes",
     "pipeline",
@@ -125,6 +127,7 @@ if not TYPE_CHECKING:
         "matmul_all_reduce": ("ub_overlap.runtime.functional", "matmul_all_reduce"),
         "matmul_reduce_scatter": ("ub_overlap.runtime.functional", "matmul_reduce_scatter"),
         "optimize_ddp": ("ub_overlap.compiler.ddp", "optimize_ddp"),
+        "options": ("ub_overlap.compiler.options", "options"),
         "pack": ("ub_overlap.runtime.pack", "pack"),
         "passes": ("ub_overlap.compiler.backend", "passes"),
         "pipeline": ("ub_overlap.pipeline", ""),

@@ -58,5 +58,14 @@ def hints_of(sizes: Sequence[Any]) -> tuple[int, ...]:
 
 def source_of(variable: Any) -> str:
     """Return where the program has the object of a variable, "L['self'].layers[0].mlp"; "" if it is not known."""
-    name = getattr(getattr(variable, "source", None), "name", "")
-    return str(name() if callable(name) else name)
+    return _name_of(getattr(variable, "source", None))
+
+
+def input_source(node: Any) -> str:
+    """Return where the program has an input of Dynamo's graph, "L['self']._modules['w1']._parameters['weight']", else ""."""
+    return _name_of(getattr(node, "_dynamo_source", None))
+
+
+def _name_of(source: Any) -> str:
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)  # a method in some releases

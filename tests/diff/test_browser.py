@@ -101,6 +101,21 @@ def test_sites_details_filters_and_search(tmp_path: Path) -> None:
     assert out["node"] in ("gather", "fused", "wait")
 
 
+def test_inputs_are_folded_and_links_open_sites(tmp_path: Path) -> None:
+    out = browse(
+        tmp_path,
+        report(),
+        """
+        const inputs = () => texts(".row .name").filter((name) => ["x", "w1", "w2", "w3"].includes(name)).length;
+        out.folded = inputs(); key("i"); out.shown = inputs(); key("i"); out.again = inputs();
+        out.next = texts("#next p a"); $("#next p a").click(); await later(100); out.opened = $("#detail h2 code").textContent;
+        location.hash = "#site-forward.1"; await later(100); out.second = $("#detail h2 code").textContent;
+        """,
+    )
+    assert (out["folded"], out["shown"], out["again"]) == (0, 8, 0)
+    assert out["next"] == [out["opened"], "forward.0"] == ["forward.2", "forward.0"] and out["second"] == "forward.1"
+
+
 def test_twenty_thousand_nodes(tmp_path: Path) -> None:
     """The document holds only the visible nodes at every scroll position."""
     plan = "f" * 16

@@ -168,8 +168,9 @@ def test_doctor_of_gpus(change: dict[str, object], works: bool, said: str) -> No
     ("variable", "on_path", "found"),
     [
         ("", {"g++": "/bin/g++", "clang++": "/bin/clang++"}, "/bin/g++"),
-        ("", {"clang++": "/bin/clang++"}, "/bin/clang++"),
-        ("ccache g++", {"ccache": "/bin/ccache"}, "/bin/ccache"),
+        ("", {"clang++": "/bin/clang++"}, ""),
+        ("clang++", {"clang++": "/bin/clang++"}, "/bin/clang++"),
+        ("ccache g++", {"ccache": "/bin/ccache"}, ""),
         ("icpx", {"g++": "/bin/g++"}, ""),
         ("", {}, ""),
     ],

@@ -14,7 +14,8 @@ from .source_docs import first_paragraph, member_docs, one_line, signature
 def reasons_page() -> str:
     """Return the page of kinds of sites and of reasons."""
     docs, kinds = member_docs(Reason), member_docs(Kind)
-    reasons = [(f"`{reason.value}`", docs[reason.name]) for reason in Reason]
+    # The anchors are for the links of a report's page.
+    reasons = [(f'<a id="{reason.value}"></a>`{reason.value}`', docs[reason.name]) for reason in Reason]
     sites = [(f"`{kind.value}`", kinds.get(kind.name, "")) for kind in Kind]
     return f"""# Reasons
 

@@ -6,7 +6,8 @@ page.html  the frame (a jinja2 template)      page.css  the style      page.js  
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from markupsafe import Markup
 
 from ...plan.outcome import OUTCOMES, outcome_of
 from ...plan.step_kind import step_kind
+from ...reports.what_next import copied_bytes, find_exposed
 from ..edits import Diff
 from ..graph_store import PlanGraphs
 from ..pair_nodes import NONE
@@ -47,14 +49,25 @@ def write_page(path: str | Path, content: Mapping[str, Any], title: str, figure:
         js=Markup((FOLDER / "page.js").read_text()),
         data=Markup(text),
         figure=Markup(figure),
+        what_next=content["what_next"],
+        docs=_documentation(),
     )
     path = Path(path)
     path.write_text(page, encoding="utf-8")
     return path
 
 
+def _documentation() -> str:
+    """Return the address of the folder docs/ that the installed package names, "" where it names none."""
+    try:
+        urls = metadata.metadata("ub_overlap").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        return ""
+    return next((url.partition(", ")[2].removesuffix("index.md") for url in urls if url.startswith("Documentation, ")), "")
+
+
 _EMPTY: dict[str, Any] = {
-    "summary": "", "totals": "", "profile": "", "sites": [], "lanes": {}, "graphs": [],
+    "summary": "", "totals": "", "profile": "", "sites": [], "lanes": {}, "graphs": [], "what_next": None, "during_matmul": {},
     "outcomes": {outcome.name: outcome.label for outcome in OUTCOMES},
     "overlapped": [outcome.name for outcome in OUTCOMES if outcome.is_overlapped],
 }  # fmt: skip
@@ -70,7 +83,20 @@ def data(report: Mapping[str, Any], title: str = "") -> dict[str, Any]:
         graphs.append(_graph(snapshots.diff(), f"{snapshots.phase} {snapshots.plan}"))
     kept = {k: report.get(k, _EMPTY[k]) for k in ("summary", "totals", "profile", "sites", "lanes")}
     sites = [{**site, "outcome": outcome_of(site["strategy"], site.get("reason")).name} for site in kept["sites"]]
-    return {**_EMPTY, **kept, "sites": sites, "lanes": _lanes(kept["lanes"]), "title": title, "graphs": graphs}
+    return {
+        **_EMPTY, **kept, "sites": sites, "lanes": _lanes(kept["lanes"]), "title": title, "graphs": graphs,
+        "what_next": find_exposed(sites).to_dict(), "during_matmul": _during_matmul(sites),
+    }  # fmt: skip
+
+
+def _during_matmul(sites: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return by plan the share of the copied bytes that were copied during a matmul; nothing for plans without times."""
+    of_plan: dict[str, list[tuple[int | None, int | None]]] = {}
+    for site in sites:
+        figures = (site.get("bytes_copied"), site.get("bytes_overlapped"))
+        of_plan.setdefault(site.get("plan", ""), []).append(figures)
+    sums = {plan: copied_bytes(figures) for plan, figures in of_plan.items()}
+    return {plan: during / copied for plan, (copied, during) in sums.items() if copied}
 
 
 def _lanes(lanes: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@
 
   const graphs = DATA.graphs.map((g) => {
     const side = (s) => {
-      const columns = s.columns, texts = s.texts;
+      const columns = s.columns, texts = s.texts, op = columns.indexOf("op");
       const users = [];
       const node = (i) => {
         const row = s.nodes[i], n = { place: i, name: row[0], inputs: row[1] };
@@ -56,9 +56,10 @@
       const call = (n) => {
         let k = 0;
         const said = n.args.replace(/%/g, () => (k < n.inputs.length ? s.nodes[n.inputs[k++]][0] : "%"));
-        return n.op === "call_function" ? `${n.target.replace(/\.default$/, "").replace(/^_c10d_functional\./, "c10d.")}(${said})` : n.op === "output" ? said : n.op;
+        return n.op === "call_function" ? `${n.target.replace(/\.default$/, "").replace(/^_c10d_functional\./, "c10d.")}(${said})` : n.op === "output" ? said : n.args || n.op;
       };
-      return { size: s.nodes.length, label: s.label, torch: s.torch, node, call, readers };
+      const isInput = (i) => texts[s.nodes[i][op]] === "placeholder";
+      return { size: s.nodes.length, label: s.label, torch: s.torch, node, call, readers, isInput };
     };
     const sites = DATA.sites.filter((d) => d.plan === g.plan && g.phase !== "joint");
     return { ...g, before: side(g.before), after: side(g.after), sites, bySite: new Map(sites.map((d) => [d.id, d])) };
@@ -86,7 +87,7 @@
 
   // ---- state
 
-  const state = { graph: -1, site: null, node: null, filter: "all", query: "", only: false, shown: [] };
+  const state = { graph: -1, site: null, node: null, filter: "all", query: "", only: false, inputs: false, shown: [] };
   const now = () => graphs[state.graph];
 
   // ---- rows
@@ -105,6 +106,9 @@
     return after || (row[0] >= 0 ? g.before.node(row[0]).site : "");
   };
 
+  // An input of the graph that the rewrite left as it was.
+  const isInput = (g, row) => (row[2] === SAME || row[2] === MOVED) && (row[0] >= 0 ? g.before.isInput(row[0]) : g.after.isInput(row[1]));
+
   const refilter = () => {
     const g = now();
     if (!g) return;
@@ -115,7 +119,7 @@
       if (words.length) {
         const text = textOf(g, row);
         if (!words.every((w) => text.includes(w))) return;
-      }
+      } else if (!state.inputs && isInput(g, row)) return;
       shown.push(k);
     });
     state.shown = shown;
@@ -157,8 +161,10 @@
     const g = now();
     const only = make("input", { type: "checkbox", id: "only", onchange: (e) => { state.only = e.target.checked; refilter(); } });
     only.checked = state.only;
+    const inputs = make("input", { type: "checkbox", id: "inputs", onchange: (e) => { state.inputs = e.target.checked; refilter(); } });
+    inputs.checked = state.inputs;
     $("status").replaceChildren(
-      make("label", {}, only, " only sites and differences (d)"), make("span", { class: "grow" }),
+      make("label", {}, only, " only sites and differences (d)"), make("label", {}, inputs, " inputs (i)"), make("span", { class: "grow" }),
       `${state.shown.length.toLocaleString("en")} of ${g.rows.length.toLocaleString("en")} rows`);
   };
 
@@ -169,6 +175,7 @@
     if (k < 0) {
       state.query = $("search").value = "";
       state.only = false;
+      state.inputs = true;
       refilter();
       k = find();
     }
@@ -224,7 +231,7 @@
     state.node = null;
     const k = d.edit !== undefined ? d.edit : g.edits.findIndex((e) => e.site === id), edit = g.edits[k];
     const parts = [
-      make("h2", { style: colour(d) }, make("code", {}, id), make("span", { class: "tag" }, outcome(d) || NAMES[group(d)]),
+      make("h2", { style: colour(d) }, make("a", { href: `#site-${g.plan}/${id}`, title: "Link to this site" }, make("code", {}, id)), make("span", { class: "tag" }, outcome(d) || NAMES[group(d)]),
         make("button", { class: "close", title: "Close (Esc)", onclick: shut }, "\u2715")),
       make("p", {}, edit ? edit.title : d.kind), d.detail ? make("p", {}, d.detail) : null,
       d.source ? make("h3", {}, "Where") : null, d.source ? make("pre", {}, d.source) : null,
@@ -358,13 +365,12 @@
     const decided = g.sites.filter((d) => d.edit === undefined);
     const sum = (key, of) => decided.reduce((t, d) => t + (of(d) ?? 0), 0);
     const none = sum("none", (d) => d.predicted_us && d.predicted_us.none), chosen = none - sum("gain", (d) => d.gain_us);
-    const timed = decided.filter((d) => d.bytes_copied && d.bytes_overlapped != null);
-    const total = (key) => timed.reduce((t, d) => t + d[key], 0);
+    const during = DATA.during_matmul[g.plan];
     $("summary").replaceChildren(...[
       decided.length ? make("span", {}, make("b", {}, `${done.length} of ${decided.length}`), " collectives overlapped") : null,
       make("span", {}, g.counts),
       none ? make("span", {}, "predicted ", make("b", {}, us(none)), " without overlap, ", make("b", {}, us(chosen)), " as decided") : null,
-      timed.length ? make("span", {}, "measured: ", make("b", {}, `${Math.round(100 * total("bytes_overlapped") / total("bytes_copied"))}%`), " of bytes copied during a matmul") : null,
+      during !== undefined && decided.length ? make("span", {}, "measured: ", make("b", {}, `${Math.round(100 * during)}%`), " of bytes copied during a matmul") : null,
       g.after.torch ? make("span", {}, `torch ${[...new Set([g.before.torch, g.after.torch])].join(" \u2192 ")}`) : null,
       DATA.profile ? make("span", {}, `profile ${DATA.profile}`) : null].filter(Boolean));
     $("list").scrollTop = 0;
@@ -372,6 +378,14 @@
     refilter();
   };
 
+  // "#site-<plan>/<site>", or "#site-<site>" of the first graph that has it.
+  const follow = () => {
+    const [, plan, id] = decodeURIComponent(location.hash).match(/^#site-(?:(.*)\/)?(.+)$/) || [];
+    const k = graphs.findIndex((g) => (!plan || g.plan === plan) && g.bySite.has(id));
+    if (k < 0) return;
+    if (k !== state.graph) choose(k);
+    open(id);
+  };
   const step = (by) => {
     const found = visible();
     if (!found.length) return;
@@ -384,7 +398,7 @@
     try { localStorage.setItem("ub_overlap theme", name); } catch { /* a page opened from a file may have no storage */ }
   };
   const help = () => {
-    const keys = { Tab: "next site, filter, button", Enter: "open the focused site", "\u2191  \u2193": "focus the previous, next site", "/": "search", "j  k": "open the next, previous site", "[  ]": "previous, next graph", d: "only sites and differences", t: "light or dark", Esc: "close panel, clear search", "?": "this help" };
+    const keys = { Tab: "next site, filter, button", Enter: "open the focused site", "\u2191  \u2193": "focus the previous, next site", "/": "search", "j  k": "open the next, previous site", "[  ]": "previous, next graph", d: "only sites and differences", i: "inputs of the graph", t: "light or dark", Esc: "close panel, clear search", "?": "this help" };
     $("help").replaceChildren(make("table", {}, ...Object.entries(keys).map(([k, what]) => make("tr", {}, make("td", {}, make("kbd", {}, k)), make("td", {}, what)))));
     $("help").showModal();
   };
@@ -425,9 +439,10 @@
     }
     if (typing || e.ctrlKey || e.metaKey || e.altKey) return;
     const keys = { "/": () => $("search").focus(), j: () => step(1), k: () => step(-1), "[": () => choose(state.graph - 1), "]": () => choose(state.graph + 1),
-      d: () => { state.only = !state.only; refilter(); }, t: flip, "?": help };
+      d: () => { state.only = !state.only; refilter(); }, i: () => { state.inputs = !state.inputs; refilter(); }, t: flip, "?": help };
     if (keys[e.key]) { e.preventDefault(); keys[e.key](); }
   });
-  if (graphs.length) choose(0);
+  addEventListener("hashchange", follow);
+  if (graphs.length) { choose(0); follow(); }
   else $("sites").append(make("li", { class: "none" }, "no graph with collectives was compiled"));
 })();

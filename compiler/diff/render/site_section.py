@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...reports.what_next import find_exposed
 from ...text.table import render_table
 from ..edits import Diff
 from ..snapshot import format_node, line_number
@@ -37,7 +38,7 @@ def render_overview(report: Mapping[str, Any], diffs: Sequence[Diff], width: int
     ]
     parts += ["left alone:\n" + "\n".join(left)] if left else []
     parts += [d.table(width) for d in diffs] or ["no snapshots of the graphs were kept"]
-    return "\n\n".join(filter(None, [*parts, report.get("totals")]))
+    return "\n\n".join(filter(None, [*parts, report.get("totals"), find_exposed(sites).text()]))
 
 
 def _short(value: Any) -> Any:

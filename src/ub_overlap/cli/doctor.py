@@ -74,9 +74,8 @@ def _system() -> dict[str, Any]:
 
 
 def _compiler() -> str:
-    """Return the path of the C++ compiler that torch takes, "" where there is none."""
-    names = [os.environ["CXX"].split()[0]] if os.environ.get("CXX", "").strip() else ["g++", "clang++", "c++"]
-    return next(filter(None, map(shutil.which, names)), "")
+    """Return the path of the C++ compiler that Inductor takes, "" where there is none."""
+    return shutil.which(os.environ.get("CXX", "").strip() or "g++") or ""
 
 
 def _store() -> dict[str, Any]:
@@ -168,9 +167,9 @@ def _compiling(compiler: str) -> Verdict:
     """Return whether code that Inductor generates for CPUs, and the extension, can be compiled here."""
     what, fix = (
         "compile for CPUs: Inductor, and builds of the extension",
-        "apt install g++, or set CXX; inner='aot_eager' needs none",
+        "apt install g++, or export CXX=clang++; inner='aot_eager' needs none",
     )
-    wanted = os.environ.get("CXX", "").strip() or "g++, clang++ or c++"
+    wanted = os.environ.get("CXX", "").strip() or "g++"
     return Verdict(what, bool(compiler), compiler or f"no C++ compiler: {wanted} is not on PATH", "" if compiler else fix)
 
 
