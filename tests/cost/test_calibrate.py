@@ -130,6 +130,21 @@ def test_outside_of_torchrun(tmp_path: Path) -> None:
     assert "torchrun --nproc-per-node N -m ub_overlap calibrate" in done.stderr
 
 
+def test_progress_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line per step, and every five seconds of one: the matmuls take a minute. Ranks other than 0 print none."""
+    clock = mock.Mock(return_value=0.0)
+    monkeypatch.setattr(world.time, "monotonic", clock)
+    for rank in (0, 1):
+        line = world.ProgressLine(mock.Mock(rank=rank, begun=0.0), 20.0)
+        for second in range(12):
+            clock.return_value = float(second)
+            line.step("pushes" if second == 0 else "matmuls", 1.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert [(text.split()[-1], text.split()[-3]) for text in lines] == [
+        ("pushes", "0.0"), ("matmuls", "1.0"), ("matmuls", "6.0"), ("matmuls", "11.0"),
+    ]  # fmt: skip
+
+
 def test_few_tokens_of_any_number_of_ranks() -> None:
     """Rows are whole vectors, also of 3 or 6 ranks, and the sizes are about those of the curve."""
     for ranks, item, size in itertools.product(range(2, 10), (2, 4), few_tokens.SIZES):
