@@ -158,7 +158,8 @@ class Search:
 
     def _run(self, what: str, disabled: str) -> Trial:
         """Run the command once, print its outcome, and stop the search at a timeout if that was requested."""
-        with show_progress(f"bisect: run {len(self.runner.trials) + 1}", quiet=self.quiet or self.runner.show_output) as progress:
+        title, quiet = f"bisect: run {len(self.runner.trials) + 1}", self.quiet or self.runner.show_output
+        with show_progress(title, quiet=quiet) as progress:
             progress(what)
             trial = self.runner.run(what, disabled)
         trial.outcome = self._judge(trial)
