@@ -149,7 +149,7 @@ def next_commands(outcome: DemoOutcome, settings: TrainingSettings) -> dict[str,
     python, demo = (name if short.startswith("..") else short for name, short in here.items())
     commands = {}
     if outcome.digests:
-        commands["Each collective of the first graph, and why"] = f"{python} -m ub_overlap report show {outcome.digests[0]}"
+        commands["Each collective of the first graph, and why"] = f"{python} -m ub_overlap explain {outcome.digests[0]}"
     if settings.device == "cuda":
         commands["A larger model, whose matmuls hide more"] = f"{python} {demo} --dim 4096 --seq 2048"
     else:
