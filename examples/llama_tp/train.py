@@ -22,6 +22,10 @@ from model import ModelArgs, Transformer
 from parallelize import parallelize
 from ub_overlap import reports
 from ub_overlap.cli.progress import show_progress
+from ub_overlap.compiler.text.table import render_table
+
+COLUMNS = ("site", "kind", "module", "strategy", "hidden bytes / reason")
+"""Of the report's table, what fits WIDTH without wrapped cells."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,9 +158,10 @@ def train(rank: int, settings: TrainingSettings, rendezvous: str, deliver: Calla
                 losses = ", ".join(f"{name} {trainer.run.losses[-1]:.4f}" for name, trainer in trainers.items())
                 progress(f"step {step + 1} of {settings.steps}; loss: {losses}")
         if rank == 0:
+            rows = [{name: row[name] for name in COLUMNS} for row in report.rows()]
             deliver(DemoOutcome(
                 eager=eager.run, plain=plain.run, ours=ours.run,
-                sites="\n".join([wrap(report.summary()), report.table(WIDTH), wrap(report.totals())]),
+                sites="\n".join([wrap(report.summary()), render_table(rows, width=WIDTH), wrap(report.totals())]),
                 overlapped=sum(d.overlapped for d in report.decisions), collectives=len(report.decisions),
                 digests=[path.stem for path in report.paths],
                 page=str(report.to_html(settings.page, "demo")) if settings.page else "",
