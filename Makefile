@@ -15,7 +15,7 @@ SOURCES += $(wildcard setup.py build_tools/*.py pyproject.toml MANIFEST.in READM
 
 .PHONY: help demo check test full lint docs format install clean
 help:
-	@echo "make demo     train a small Llama on 2 local ranks, eager and through ub_overlap, side by side"
+	@echo "make demo     train a small Llama on 2 local ranks: eager, without and with overlap, side by side"
 	@echo "make check    lint, types, words, and the pure tests: 2 minutes"
 	@echo "make test     with the tests on ranks and of programs, by WORKERS=$(WORKERS) processes of pytest: 15 minutes"
 	@echo "make full     everything: also fuzz, families, soak, installs, examples, benchmarks"

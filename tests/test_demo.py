@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from tests.gpu.launch import launch, torchrun
 from tests.harness.programs import run_program
 from tests.harness.ranks import PATIENCE_S
 from tests.harness.tiers import full_but
+from ub_overlap.cli import build_parser, main
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -43,14 +46,41 @@ def console(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.tier("test")
 @pytest.mark.parametrize("batch", full_but([], [1, 2]))
 def test_curves_agree(batch: int, tmp_path: Path) -> None:
-    """The demo finds its own files from another folder. Batch sizes 1 and 2 trace different views."""
+    """The demo finds its own files from another folder. Batch sizes 1 and 2 trace different views.
+
+    It ends with a verdict, times of three variants and commands. Lines that have no path have at most 100 columns.
+    """
     page = tmp_path / "page.html"
     output = run_demo([*SMALL, "--batch", str(batch), "--page", str(page)], tmp_path)
-    assert "The loss curves agree." in output
     for kind in ("all_gather_matmul", "matmul_reduce_scatter"):
         assert kind in output
-    assert os.environ["UB_OVERLAP_CACHE_DIR"] in output
-    assert f"open {page}" in output and "forward.0" in page.read_text()
+    assert f"  {page}\n" in output and "forward.0" in page.read_text() and "disabled_by_user" not in page.read_text()
+    found = re.search(
+        r"The losses agree \(largest difference \S+, allowed 1e-03\); (\d+) of (\d+) collectives overlapped", output
+    )
+    assert found and int(found[1]) == int(found[2]) > 0
+    assert [line for line in output.splitlines() if len(line) > 100 and os.sep not in line] == []
+    verdict, times, commands = output[found.start() :].split("\n\n")
+    assert verdict.splitlines()[1:] == [
+        "CPU executor: correctness only. These times show no gain and no loss; gains need GPUs."
+    ]
+    header, _, first, others = times.splitlines()
+    assert re.split("  +", header) == ["step time", "eager", 'overlap="off"', "overlapped"]
+    assert all(len(re.findall(r"[0-9]+\.[0-9]\b", line)) == 3 for line in (first, others))
+    assert_commands_work(commands)
+
+
+def assert_commands_work(text: str) -> None:
+    """The demo's own command parses as it does; the others run here."""
+    lines = [shlex.split(line) for line in text.splitlines() if line.startswith("    ")]
+    assert len(lines) == 3
+    for python, *words in lines:
+        assert os.path.samefile(python, sys.executable)
+        if words[:2] == ["-m", "ub_overlap"]:
+            build_parser().parse_args(words[2:])
+        else:
+            assert os.path.samefile(words[0], EXAMPLES / "llama_tp/demo.py") and words[1:] == ["--overlap", "auto"]
+    assert main([*lines[0][3:], "--json"]) == 0
 
 
 @pytest.mark.tier("full")
@@ -62,7 +92,7 @@ def test_more_ranks_and_no_overlap(tmp_path: Path) -> None:
     output = run_demo([*SMALL, "--ranks", "4", "--overlap", "off", "--batch", "2"], TMPDIR=str(folder))
     assert "disabled_by_user" in output
     assert not victim.exists()
-    (page,) = re.findall(r"open (\S+\.html)", output)
+    (page,) = re.findall(r"  (\S+\.html)\n", output)
     assert Path(page).is_relative_to(folder) and Path(page).is_file()
     assert Path(page).parent.stat().st_mode & 0o777 == 0o700
 
@@ -94,14 +124,30 @@ def test_curves_that_differ_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     import demo
     from train import DemoOutcome, TrainingRun
 
-    def outcome(last: float) -> DemoOutcome:
-        eager, ours = TrainingRun(losses=[5.5, 5.0], seconds=[1.0, 0.1]), TrainingRun(losses=[5.5, last], seconds=[2.0, 0.1])
-        return DemoOutcome(eager=eager, ours=ours, sites="", paths=[])
+    def outcome(plain: float, last: float) -> DemoOutcome:
+        eager, off, ours = (TrainingRun(losses=[5.5, loss], seconds=[1.0, 0.1]) for loss in (5.0, plain, last))
+        return DemoOutcome(eager=eager, plain=off, ours=ours, sites="", overlapped=0, collectives=0, digests=[])
 
-    for last, code, verdict in ((5.0005, 0, "agree"), (5.01, 1, "DO NOT AGREE"), (float("nan"), 1, "DO NOT AGREE")):
-        monkeypatch.setattr(demo, "launch", lambda settings, last=last: outcome(last))
+    for plain, last, code, verdict in (
+        (5.0, 5.0005, 0, "agree"), (5.0, 5.01, 1, "DO NOT AGREE"), (5.01, 5.0, 1, "DO NOT AGREE"),
+        (5.0, float("nan"), 1, "DO NOT AGREE"),
+    ):  # fmt: skip
+        monkeypatch.setattr(demo, "launch", lambda settings, plain=plain, last=last: outcome(plain, last))
         assert demo.main(["--device", "cpu"]) == code
-        assert f"The loss curves {verdict}." in capsys.readouterr().out
+        assert f"The losses {verdict} (" in capsys.readouterr().out
+
+
+def test_the_verdict_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ratios of median step times, of steps that were not compiled."""
+    monkeypatch.syspath_prepend(EXAMPLES / "llama_tp")
+    import demo
+    from train import DemoOutcome, TrainingRun
+
+    eager, off, ours = (TrainingRun(losses=[1.0] * 3, seconds=[9.0, s, s]) for s in (0.4, 0.15, 0.1))
+    outcome = DemoOutcome(eager=eager, plain=off, ours=ours, sites="", overlapped=0, collectives=0, digests=["00112233"])
+    assert demo.time_verdict(outcome, "cuda") == (
+        "A step with overlap is 1.50 times as fast as without overlap, 4.00 times as fast as eager."
+    )
 
 
 def test_a_rank_that_dies_fails_the_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,12 +185,9 @@ def test_plot(console: ModuleType) -> None:
         console.plot([1.0], [1.0, 2.0])
 
 
-def test_progress_in_a_log(console: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """Outside a terminal, progress prints one line per tenth; disabled (ranks other than 0), it prints nothing."""
-    for enabled in (True, False):
-        progress = console.ProgressBar(40, enabled=enabled)
-        for _ in range(40):
-            progress.update("loss")
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10
-    assert lines[-1] == f"  [{'#' * 30}] 40/40  loss"
+def test_wrapped_lines(console: ModuleType) -> None:
+    """Lines are wrapped at 100 columns, also of the log; a path is not cut."""
+    path = "/" + "x" * 120
+    record = logging.LogRecord("ub_overlap", logging.WARNING, "", 0, "%s", (f"{'word ' * 40}\n{path}",), None)
+    lines = console.WrappedLines().format(record).splitlines()
+    assert max(map(len, lines[:-1])) <= 100 and len(lines) == 4 and lines[-1] == path

@@ -14,6 +14,8 @@ from ..cost.site_shape import SiteShape
 from ..cost.split_time import SplitTimes, hierarchical_times, split_times
 from ..plan.decision import Decision, SplitWindow
 from ..plan.strategy import NONE
+from ..text.table import Abbreviated
+from ..text.times import format_times
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +66,9 @@ class Outlook:
             "choice_reason": self.reason,
         }
 
-    def times(self) -> str:
-        """Return the predictions as text: "none 615, pipelined 432, ..."."""
-        return ", ".join(f"{s} {p.us:.0f}" for s, p in self.by_strategy.items())
+    def times(self) -> Abbreviated:
+        """Return the predictions as text: "none 615, pipelined 432, ...", in short "615 -> 432"."""
+        return format_times({s: p.us for s, p in self.by_strategy.items()}, self.decided)
 
 
 def site_shape_of(d: Decision) -> SiteShape | None:

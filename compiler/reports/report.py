@@ -31,8 +31,8 @@ from .summary import format_plan
 from .what_next import WhatNext, copied_bytes, find_exposed
 
 OPTIONAL_COLUMNS = (
-    "predicted us", "shape", "group", "matmuls", "bytes saved", "bytes sent", "line", "calls", "comm us", "matmul us",
-    "module", "tuned",
+    "shape", "group", "matmuls", "bytes saved", "bytes sent", "line", "calls", "comm us", "matmul us", "gain us", "tuned",
+    "predicted us", "module",
 )  # fmt: skip
 """Columns of `Report.table` that a narrow terminal does not need, least important first."""
 

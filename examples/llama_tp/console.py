@@ -1,38 +1,30 @@
-"""Console output of the demo: a progress bar and an ASCII plot of two curves."""
+"""Console output of the demo: lines of a limited width, and an ASCII plot of two curves."""
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
+import textwrap
 from collections.abc import Sequence
-from typing import TextIO
+
+WIDTH = 100
+"""The longest line that the demo prints; paths may be longer."""
 
 
-class ProgressBar:
-    """A one-line progress bar. On a terminal it redraws in place; in a log it prints one line per tenth.
+def wrap(text: str) -> str:
+    """Return `text` with its lines wrapped at WIDTH. Words, e.g. paths, are not cut."""
+    return "\n".join(
+        textwrap.fill(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    )
 
-    `total`: the number of steps. Each `update` counts one step and sets the text next to the bar.
-    """
 
-    WIDTH = 30
+class WrappedLines(logging.Formatter):
+    """Formats log records as plain lines of at most WIDTH columns."""
 
-    def __init__(self, total: int, *, stream: TextIO | None = None, enabled: bool = True) -> None:
-        self.total, self.done, self.enabled = total, 0, enabled
-        self.stream = stream or sys.stdout
-        self.live = self.stream.isatty()
-
-    def update(self, note: str) -> None:
-        """Count one step and redraw."""
-        before, self.done = self.done, self.done + 1
-        if not self.enabled:
-            return
-        filled = self.WIDTH * self.done // self.total
-        line = f"  [{'#' * filled}{'.' * (self.WIDTH - filled)}] {self.done:>{len(str(self.total))}}/{self.total}  {note}"
-        if self.live:
-            self.stream.write(f"\r{line}\x1b[K" + ("\n" if self.done == self.total else ""))
-        elif 10 * self.done // self.total > 10 * before // self.total:
-            self.stream.write(line + "\n")
-        self.stream.flush()
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the message, wrapped."""
+        return wrap(super().format(record))
 
 
 def plot(first: Sequence[float], second: Sequence[float], *, marks: str = "eu*", width: int = 64, height: int = 12) -> str:

@@ -1,10 +1,10 @@
-"""Train a small Llama twice on local ranks, eager and through ub_overlap, side by side, and compare.
+"""Train a small Llama on local ranks: eager, compiled without overlap, and with overlap, side by side, and compare.
 
-    python examples/llama_tp/demo.py [--ranks 2] [--steps 24] [--overlap force] [--inner inductor] ...
+    python examples/llama_tp/demo.py [--ranks 2] [--steps 12] [--overlap force] [--inner inductor] ...
 
-It starts its own ranks: on GPUs with NCCL if there is one per rank, otherwise on the CPU with gloo. It prints both loss curves,
-the largest difference, step times, the table of sites, and the paths of the reports. Exit code 0: the curves agree; 1: they
-differ, or a rank failed; 2: bad arguments.
+It starts its own ranks: on GPUs with NCCL if there is one per rank, otherwise on the CPU with gloo. It prints the loss curves
+and the table of sites. It ends with a verdict, the step times of all three, and commands to try next. Exit code 0: the losses
+agree; 1: they differ, or a rank failed; 2: bad arguments.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
-from console import plot
+from console import plot, wrap
 from data import text_files
 from model import ModelArgs
 from parallelize import check_divides
 from train import DemoOutcome, TrainingRun, TrainingSettings, train
+from ub_overlap.compiler.text.table import render_table
 
+NO_OVERLAP = 'overlap="off"'
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
-TOLERANCE_REASON = (
-    "sums in another order differ in the last bits, and training amplifies that in each step. This bounds rounding; "
-    "a wrong gradient changes the loss far more within a few steps"
-)
+"""Largest difference of losses. Sums in another order differ in the last bits, and training amplifies that in each step. This
+bounds rounding; a wrong gradient changes the loss far more within a few steps."""
 
 
 def parse(argv: Sequence[str] | None) -> TrainingSettings:
     """Return the settings of a run. SystemExit(2) with a message for bad arguments."""
-    parser = argparse.ArgumentParser(description="Train a small Llama eager and through ub_overlap, side by side.")
+    parser = argparse.ArgumentParser(description="Train a small Llama eager, compiled without overlap, and with overlap.")
     parser.add_argument("--ranks", type=int, default=2, help="processes, each with its shard of a layer (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=24, help="training steps (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=12, help="training steps (default %(default)s)")
     parser.add_argument("--dim", type=int, default=256, help="model dimension, a multiple of 64 (default %(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="transformer blocks (default %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per step (default %(default)s)")
@@ -103,21 +103,59 @@ def launch(settings: TrainingSettings) -> DemoOutcome:
         return torch.load(Path(folder, "outcome"), weights_only=False)
 
 
-def loss_table(eager: TrainingRun, ours: TrainingRun, *, rows: int = 8) -> str:
+def loss_table(outcome: DemoOutcome, *, rows: int = 8) -> str:
     """Return `rows` evenly spaced steps, first and last included."""
-    count = len(eager.losses)
+    count = len(outcome.eager.losses)
     steps = sorted({round(i * (count - 1) / max(rows - 1, 1)) for i in range(rows)})
-    lines = [f"  {'step':>5}  {'eager':>10}  {'ub_overlap':>10}  {'difference':>10}"]
-    for i in steps:
-        e, u = eager.losses[i], ours.losses[i]
-        lines.append(f"  {i + 1:>5}  {e:>10.5f}  {u:>10.5f}  {u - e:>10.1e}")
-    return "\n".join(lines)
+    return render_table(
+        [
+            {"step": i + 1, "eager": e, NO_OVERLAP: p, "overlapped": u, "overlapped - eager": f"{u - e:.1e}"}
+            for i in steps
+            for e, p, u in [[run.losses[i] for run in (outcome.eager, outcome.plain, outcome.ours)]]
+        ],
+        floats=".5f",
+    )
 
 
-def time_line(name: str, run: TrainingRun) -> str:
-    """Return the time of the first step (with compilation) and the median of the others."""
-    later = run.seconds[1:] or run.seconds
-    return f"  {name:<10}  first {run.seconds[0]:7.2f} s   median of the others {1e3 * statistics.median(later):8.1f} ms"
+def median_ms(run: TrainingRun) -> float:
+    """Return the median time of a step in milliseconds, without the first, which compiles."""
+    return 1e3 * statistics.median(run.seconds[1:] or run.seconds)
+
+
+def time_table(outcome: DemoOutcome) -> str:
+    """Return the times of a step of each variant."""
+    runs = {"eager": outcome.eager, NO_OVERLAP: outcome.plain, "overlapped": outcome.ours}
+    return render_table(
+        [
+            {"step time": "first (compiles), s", **{name: run.seconds[0] for name, run in runs.items()}},
+            {"step time": "median of the others, ms", **{name: median_ms(run) for name, run in runs.items()}},
+        ],
+        floats=".1f",
+    )
+
+
+def time_verdict(outcome: DemoOutcome, device: str) -> str:
+    """Return what the step times say."""
+    if device == "cpu":
+        return "CPU executor: correctness only. These times show no gain and no loss; gains need GPUs."
+    eager, plain, ours = (median_ms(run) for run in (outcome.eager, outcome.plain, outcome.ours))
+    compared = f"{plain / ours:.2f} times as fast as without overlap, {eager / ours:.2f} times as fast as eager."
+    return f"A step with overlap is {compared}"
+
+
+def next_commands(outcome: DemoOutcome, settings: TrainingSettings) -> dict[str, str]:
+    """Return what to try next: purpose -> command line."""
+    here = {name: os.path.relpath(name) for name in (sys.executable, __file__)}
+    python, demo = (name if short.startswith("..") else short for name, short in here.items())
+    commands = {}
+    if outcome.digests:
+        commands["Each collective of the first graph, and why"] = f"{python} -m ub_overlap explain {outcome.digests[0]}"
+    if settings.device == "cuda":
+        commands["A larger model, whose matmuls hide more"] = f"{python} {demo} --dim 4096 --seq 2048"
+    else:
+        commands["Only what is predicted to gain"] = f"{python} {demo} --overlap auto"
+    commands["Predict a model on GPUs, without having them"] = f"{python} -m ub_overlap plan --model llama-8b --tp 4"
+    return commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,38 +163,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = parse(argv)
     where = f"{settings.ranks} GPUs (NCCL)" if settings.device == "cuda" else f"{settings.ranks} CPU ranks (gloo)"
     args = settings.args
-    print(
+    print(wrap(
         f"Llama: dim {args.dim}, {args.num_layers} layers, {args.num_heads} heads ({args.num_kv_heads} kv), on {where}; "
-        f"batch {settings.batch} x {settings.seq} bytes of {len(text_files())} text files; options {settings.options}"
-    )
-    print("Each step: eager, then ub_overlap, on the same batch. The first one compiles.", flush=True)
+        f"batch {settings.batch} x {settings.seq} bytes of {len(text_files())} text files; options {settings.options}\n"
+        f"Each step: eager, overlapped, and compiled with {NO_OVERLAP}, on the same batch. The first one compiles."
+    ), flush=True)  # fmt: skip
     try:
         outcome = launch(settings)
     except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
-    eager, ours = outcome.eager, outcome.ours
-    worst = max(abs(e - u) for e, u in zip(eager.losses, ours.losses, strict=True))
-    finite = all(map(math.isfinite, [*eager.losses, *ours.losses]))
+    eager, ours = outcome.eager.losses, outcome.ours.losses
+    worst = max(abs(e - u) for e, p, u in zip(eager, outcome.plain.losses, ours, strict=True) for u in (p, u))
+    finite = all(map(math.isfinite, [*eager, *outcome.plain.losses, *ours]))
     tolerance = TOLERANCE[settings.dtype]
     agree = finite and worst <= tolerance
 
     print("\nLoss, nats per byte")
-    print(loss_table(eager, ours))
+    print(loss_table(outcome))
     if finite:
-        print("\n  e eager, u ub_overlap, * both")
-        print(plot(eager.losses, ours.losses))
+        print("\n  e eager, u overlapped, * both")
+        print(plot(eager, ours))
     print("\nSites and decisions")
     print(outcome.sites)
-    print("\nStep time")
-    print(time_line("eager", eager))
-    print(time_line("ub_overlap", ours))
-    print("\nReports; show one with: python -m ub_overlap report show DIGEST")
-    print("\n".join(f"  {path}" for path in outcome.paths))
     if outcome.page:
-        print(f"\nGraphs before and after, with all decisions: open {outcome.page}")
-    print(f"\nLargest difference {worst:.1e}, allowed {tolerance:.0e}: {TOLERANCE_REASON}.")
-    print(f"The loss curves {'agree' if agree else 'DO NOT AGREE'}.")
+        print(f"\nGraphs before and after, with all decisions, as a page:\n  {outcome.page}")
+    print(
+        f"\nThe losses {'agree' if agree else 'DO NOT AGREE'} (largest difference {worst:.1e}, allowed {tolerance:.0e}); "
+        f"{outcome.overlapped} of {outcome.collectives} collectives overlapped."
+    )
+    print(time_verdict(outcome, settings.device))
+    print(f"\n{time_table(outcome)}\n\nTry next")
+    for purpose, command in next_commands(outcome, settings).items():
+        print(f"  {purpose}:\n    {command}")
     return 0 if agree else 1
 
 

@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from console import ProgressBar, plot
+from console import plot
 from data import TextBatches, load_corpus
 from model import ModelArgs
 from train import Trainer, TrainingSettings, build, start
 from ub_overlap import reports
+from ub_overlap.cli.progress import show_progress
 
 BOUND = 0.01
 
@@ -82,15 +83,16 @@ def run_rank(rank: int, flags: argparse.Namespace, rendezvous: str, results: Any
             model = build(settings, mesh)
             trainers.append(Trainer(model, torch.compile(model, backend="ub_overlap", options=options), settings))
         batches = TextBatches(load_corpus(), batch=settings.batch, seq=settings.seq, seed=settings.seed)
-        progress = ProgressBar(settings.steps, enabled=rank == 0)
-        for step in range(settings.steps):
-            for group in (g for trainer in trainers for g in trainer.optimizer.param_groups):
-                group["lr"] = settings.lr * rate(step, settings.steps)
-            tokens, targets = (t.to(settings.device) for t in batches.next())
-            # After two steps all is compiled: anything else is an error.
-            with torch.compiler.set_stance("fail_on_recompile" if step > 1 else "default"):
-                losses = [trainer.step(tokens, targets) for trainer in trainers]
-            progress.update(f"loss: bf16 {losses[0]:.4f}  fp8 {losses[1]:.4f}")
+        with show_progress("fp8", quiet=rank != 0) as progress:
+            progress("compiling")
+            for step in range(settings.steps):
+                for group in (g for trainer in trainers for g in trainer.optimizer.param_groups):
+                    group["lr"] = settings.lr * rate(step, settings.steps)
+                tokens, targets = (t.to(settings.device) for t in batches.next())
+                # After two steps all is compiled: anything else is an error.
+                with torch.compiler.set_stance("fail_on_recompile" if step > 1 else "default"):
+                    losses = [trainer.step(tokens, targets) for trainer in trainers]
+                progress(f"step {step + 1} of {settings.steps}; loss: bf16 {losses[0]:.4f}, fp8 {losses[1]:.4f}")
         if rank == 0:
             casts = sum(bool(c.recipe) for plan in reports().plans for c in plan.casts)
             results.put(([t.run.losses for t in trainers], casts))

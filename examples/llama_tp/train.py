@@ -1,7 +1,8 @@
-"""One rank of the demo (demo.py starts them): train a model eager and compiled, step by step on the same batches."""
+"""One rank of the demo (demo.py starts them): train a model in three variants, step by step on the same batches."""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -15,11 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from console import ProgressBar
+from console import WIDTH, WrappedLines, wrap
 from data import TextBatches, load_corpus
 from model import ModelArgs, Transformer
 from parallelize import parallelize
 from ub_overlap import reports
+from ub_overlap.cli.progress import show_progress
+from ub_overlap.compiler.text.table import render_table
+
+COLUMNS = ("site", "kind", "module", "strategy", "hidden bytes / reason")
+"""Of the report's table, what fits WIDTH without wrapped cells."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +61,18 @@ class TrainingRun:
 
 @dataclass(kw_only=True, slots=True)
 class DemoOutcome:
-    """The results of rank 0: both trainings, the sites of the compiled model as text, and the paths of its reports."""
+    """The results of rank 0: its trainings, and the report of the model with overlap, as text of at most WIDTH columns."""
 
     eager: TrainingRun
+    plain: TrainingRun
+    """Compiled with overlap="off"."""
     ours: TrainingRun
     sites: str
-    paths: list[str]
+    overlapped: int
+    """Collectives that were overlapped, of `collectives`."""
+    collectives: int
+    digests: list[str]
+    """Of the stored reports."""
     page: str = ""
     """Path of the HTML report."""
 
@@ -117,24 +129,43 @@ def start(rank: int, settings: TrainingSettings, rendezvous: str) -> DeviceMesh:
 def train(rank: int, settings: TrainingSettings, rendezvous: str, deliver: Callable[[DemoOutcome], None]) -> None:
     """Run one rank. Rank 0 shows progress and passes the outcome to `deliver`."""
     mesh = start(rank, settings, rendezvous)
+    if logging.lastResort:
+        logging.lastResort.setFormatter(WrappedLines())
     try:
-        eager_model, compiled_model = build(settings, mesh), build(settings, mesh)
-        compiled = torch.compile(compiled_model, backend="ub_overlap", options=settings.options)
-        eager = Trainer(eager_model, eager_model, settings)
-        ours = Trainer(compiled_model, compiled, settings)
+        eager_model, ours_model, plain_model = (build(settings, mesh) for _ in range(3))
+        off = {**settings.options, "overlap": "off"}
+        trainers = {
+            "eager": Trainer(eager_model, eager_model, settings),
+            "with overlap": Trainer(
+                ours_model, torch.compile(ours_model, backend="ub_overlap", options=settings.options), settings
+            ),
+            "without overlap": Trainer(plain_model, torch.compile(plain_model, backend="ub_overlap", options=off), settings),
+        }
+        eager, ours, plain = trainers.values()
+        report = reports()
         batches = TextBatches(load_corpus(), batch=settings.batch, seq=settings.seq, seed=settings.seed)
-        progress = ProgressBar(settings.steps, enabled=rank == 0)
-        for step in range(settings.steps):
-            tokens, targets = (t.to(settings.device) for t in batches.next())
-            # After two steps all is compiled: anything else is an error.
-            with torch.compiler.set_stance("fail_on_recompile" if step > 1 else "default"):
-                losses = eager.step(tokens, targets), ours.step(tokens, targets)
-            progress.update(f"loss: eager {losses[0]:.4f}  ub_overlap {losses[1]:.4f}")
+        with show_progress("demo", quiet=rank != 0) as progress:
+            for step in range(settings.steps):
+                tokens, targets = (t.to(settings.device) for t in batches.next())
+                # The first step compiles all; later, a compilation is an error.
+                with torch.compiler.set_stance("fail_on_recompile" if step > 0 else "default"):
+                    for name, trainer in trainers.items():
+                        if step == 0:
+                            progress(f"first step, {name}" + (" (compiles)" if trainer is not eager else ""))
+                        trainer.step(tokens, targets)
+                        if step == 0 and trainer is ours:
+                            report = reports()  # only of the graphs with overlap: the others are not yet compiled
+                losses = ", ".join(f"{name} {trainer.run.losses[-1]:.4f}" for name, trainer in trainers.items())
+                progress(f"step {step + 1} of {settings.steps}; loss: {losses}")
         if rank == 0:
-            report = reports()
-            paths = [str(path) for path in report.paths]
-            page = str(report.to_html(settings.page, "demo")) if settings.page else ""
-            deliver(DemoOutcome(eager=eager.run, ours=ours.run, sites=str(report), paths=paths, page=page))
+            rows = [{name: row[name] for name in COLUMNS} for row in report.rows()]
+            deliver(DemoOutcome(
+                eager=eager.run, plain=plain.run, ours=ours.run,
+                sites="\n".join([wrap(report.summary()), render_table(rows, width=WIDTH), wrap(report.totals())]),
+                overlapped=sum(d.overlapped for d in report.decisions), collectives=len(report.decisions),
+                digests=[path.stem for path in report.paths],
+                page=str(report.to_html(settings.page, "demo")) if settings.page else "",
+            ))  # fmt: skip
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -134,11 +134,11 @@ def test_report_show_of_one_that_is_not_there(plan: Plan, capsys: pytest.Capture
     assert cli.main(["report", "show", missing]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "no such report" in captured.err
+    assert "no stored report with this digest" in captured.err
 
 
 def test_report_show_of_an_ambiguous_prefix(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     other = Plan("backward", plan.decisions)
     plan_store.save(other.digest, other.to_json())
     assert cli.main(["report", "show", ""]) == 2
-    assert "2 reports" in capsys.readouterr().err
+    assert "2 stored reports begin with it" in capsys.readouterr().err

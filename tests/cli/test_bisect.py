@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from ub_overlap import __main__ as cli
-from ub_overlap.cli import trial
+from ub_overlap.cli import progress, trial
 from ub_overlap.cli.bisect import find_bad_sites
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
@@ -146,6 +146,13 @@ def test_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "\nstep 1 loss 9.0\nstep 2 loss 3.0\n" in capsys.readouterr().err
     find(tmp_path, monkeypatch, "always", "crash", "--quiet")
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_progress_on_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run says every few seconds that it runs: one that hangs for a second does, with a line every 0.1 s."""
+    monkeypatch.setattr(progress, "LINES_EVERY_S", 0.1)
+    assert find(tmp_path, monkeypatch, "always", "hang", "--timeout", "1") == 1
+    assert capsys.readouterr().err.count("bisect: run 1: no sites overlapped (") >= 2
 
 
 def test_large_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

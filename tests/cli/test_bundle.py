@@ -78,7 +78,7 @@ def test_chosen_plans(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--bundle", str(path), "--newest", "0"]) == 0
     assert not [n for n in read(path) if n.startswith("plans/")]
     assert main(["doctor", "--bundle", str(path), "--plan", "ffff"]) == 2
-    assert "no such plan" in capsys.readouterr().err
+    assert "no stored report with this digest" in capsys.readouterr().err
 
 
 def test_a_folder_of_logs(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_a_user_without_a_home_folder(store: Path, monkeypatch: pytest.MonkeyPat
     assert set(read(path)) == {"contents.txt", "doctor.txt", "doctor.json", "packages.txt"}
     capsys.readouterr()
     assert main(["doctor", "--bundle", str(path), "--plan", DIGESTS[0]]) == 2
-    assert "no such plan: there is no home folder" in capsys.readouterr().err
+    assert "no stored reports: there is no home folder" in capsys.readouterr().err
 
 
 def test_the_file_is_private_and_follows_no_link(store: Path) -> None:

@@ -56,6 +56,7 @@ CODES = [
     (0, "explain a.json"), (0, "explain a.json --site forward.0"), (2, "explain a.json --site forward.9"), (2, "explain"),
     (2, "explain nowhere.json"), (2, "explain other.json"), (2, "explain broken.json"),
     (2, "explain a.json --html nowhere/x.html"),
+    (0, "explain DIGEST"), (2, "explain ffff"), (0, "diff DIGEST DIGEST"), (1, "diff DIGEST a.json"), (2, "diff ffff a.json"),
     (0, "diff a.json a.json"), (1, "diff a.json b.json"), (2, "diff a.json"), (2, "diff a.json nowhere.json"),
     (2, "diff other.json a.json"), (2, "diff a.json broken.json"), (2, "diff a.json b.json --dot ."),
     (1, "bisect -- true"), (1, "bisect -- false"), (2, "bisect"), (2, "bisect -- no-such-command"),
@@ -148,7 +149,7 @@ def test_reports_without_a_home_folder(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert main(["report", "list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
     assert main(["report", "show", "ffff"]) == 2
-    assert "no home folder; set UB_OVERLAP_CACHE_DIR" in capsys.readouterr().err
+    assert "no home folder" in (said := capsys.readouterr().err) and "set UB_OVERLAP_CACHE_DIR" in said
 
 
 def raiser(error: BaseException) -> Callable[[], int]:

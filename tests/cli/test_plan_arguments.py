@@ -1,9 +1,10 @@
-"""Tests of `plan` before and during its work: all arguments are checked without torch, and progress is on terminals only."""
+"""Tests of `plan` before and during its work: all arguments are checked without torch, and progress is shown."""
 
 from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.ranks import PATIENCE_S
-from ub_overlap.cli import main
+from ub_overlap.cli import main, progress
 
 pytestmark = pytest.mark.tier("test")
 
@@ -79,7 +80,8 @@ def test_a_picture_needs_matplotlib(
 
 WAITS = """
 import sys, time, types
-from ub_overlap.cli import main
+from ub_overlap.cli import main, progress
+progress.LINES_EVERY_S = 0.1
 class Step:
     def text(self, width): return "the answer"
     def to_json(self): return "{}"
@@ -127,7 +129,7 @@ def test_progress_on_a_terminal() -> None:
 def test_progress_on_a_dumb_terminal() -> None:
     out, shown = run_in_a_terminal(TERM="dumb")
     assert out == "the answer\n" and "\x1b" not in shown
-    assert shown.splitlines()[:2] == ["plan: loading torch", "plan: tracing"]
+    assert_lines(shown)
 
 
 @pytest.mark.parametrize("flag", ["--quiet", "--json"])
@@ -135,6 +137,21 @@ def test_no_progress_if_not_wanted(flag: str) -> None:
     assert run_in_a_terminal(flag)[1] == ""
 
 
-def test_no_progress_in_a_file() -> None:
+def test_progress_on_a_pipe() -> None:
     done = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert (done.stdout, done.stderr) == ("the answer\n", "")
+    assert done.stdout == "the answer\n"
+    assert_lines(done.stderr)
+
+
+def assert_lines(shown: str) -> None:
+    """There is a line every 0.1 s, with the step that runs and the seconds so far; a step of 1 s has several."""
+    lines = shown.splitlines()
+    assert all(re.fullmatch(r"plan: (loading torch|tracing) \(\d+ s\)", line) for line in lines), shown
+    assert lines[0].startswith("plan: loading torch") and sum("loading torch" in line for line in lines) >= 2
+    assert lines[-1].startswith("plan: tracing")
+
+
+def test_a_quick_command_shows_no_progress_on_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.show_progress("plan") as report:
+        report("tracing")
+    assert capsys.readouterr().err == ""

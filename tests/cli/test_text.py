@@ -9,6 +9,7 @@ import pytest
 
 from ub_overlap.compiler.text import terminal
 from ub_overlap.compiler.text.table import render_table
+from ub_overlap.compiler.text.times import format_times
 
 ROWS = [
     {"site": "forward.0", "kind": "all_gather_matmul", "module": "layers.0.attention.wq", "bytes": 262144, "gain": 12.345},
@@ -31,18 +32,55 @@ def test_a_table_without_a_limit() -> None:
     assert render_table([]) == ""
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 90])
-def test_a_table_fits_its_width(width: int) -> None:
-    """Optional columns are left out in order and named; the others wrap and keep all of their text."""
+@pytest.mark.parametrize(("width", "left_out"), [(40, "module, bytes"), (60, "module"), (80, ""), (90, "")])
+def test_a_table_fits_its_width(width: int, left_out: str) -> None:
+    """Cells wrap, and keep all of their text; where that is not enough, optional columns are left out in order and named."""
     text = render_table(ROWS, width=width, optional=("module", "bytes"))
     assert max(map(len, text.splitlines())) <= width
     shown = "".join(itertools.takewhile(lambda line: not line.startswith("not shown"), text.splitlines(keepends=True)))
+    assert ("module" in shown) == (width > 60) and ("bytes" in shown) == (width > 40)
+    assert (
+        text.removeprefix(shown).replace("\n", " ").startswith(f"not shown in {width} columns: {left_out}" if left_out else "")
+    )
+    assert ("not shown" in text) == bool(left_out)
     squeezed = "".join(shown.split())
-    assert ("module" in shown) == (width == 90) and ("not shown in" in text) == (width < 90)
-    assert width == 90 or f"not shown in {width} columns: module" in text
     assert "gain" in shown and "reason" in shown
     if width >= 60:
         assert "forward.0" in squeezed and "no_matmul" in squeezed
+
+
+def sites(strategies: int) -> list[dict[str, object]]:
+    """Rows as of a report, and their predictions of so many strategies; nothing was measured."""
+    times = {"none": 8210.0, "pipelined": 5035.0, **{f"pipelined:chunks={n}": 5249.0 for n in range(1, strategies)}}
+    return [
+        {
+            "site": f"backward.{n}", "kind": "matmul_reduce_scatter", "module": "layers.1.feed_forward.w3",
+            "line": "model.py:82",
+            "bytes sent": 524288, "predicted us": format_times(times, "pipelined"), "measured us": None, "tuned": "",
+            "decision": "pipelined",
+        }
+        for n in range(3)
+    ]  # fmt: skip
+
+
+def test_columns_without_values_are_left_out_first() -> None:
+    """Then predictions take their short form, and long names are wrapped between their parts; then columns are left out."""
+    rows = sites(6)
+    assert "measured us" in render_table(rows) and "pipelined:chunks=5 5249" in render_table(rows)
+    wide = render_table(rows, width=260, optional=("line", "predicted us", "module"))
+    assert "pipelined:chunks=5 5249" in wide and wide.endswith("\nwithout values: measured us, tuned")
+    narrow = render_table(rows, width=80, optional=("bytes sent", "line", "predicted us", "module")).splitlines()
+    header = " ".join(narrow[0].split())
+    assert max(map(len, narrow)) <= 80 and header.startswith("site kind module") and "predicted" in header
+    assert "8210 -> 5035" in narrow[3] and "layers.1." in narrow[3] and "5249" not in "".join(narrow)
+    assert " ".join(narrow[-2:]) == (
+        "not shown in 80 columns: bytes sent (a wider terminal or --json shows them); without values: measured us, tuned"
+    )
+
+
+def test_predictions_where_nothing_is_overlapped() -> None:
+    assert format_times({"none": 615.2, "pipelined": 700.0}, "none").short == "615"
+    assert format_times({}, "none") == format_times({}, "pipelined").short == ""
 
 
 def test_strings_are_not_numbers() -> None:

@@ -12,7 +12,8 @@ from tests.diff.devtools import BROWSER, Page
 from tests.diff.samples import graphs
 from ub_overlap.compiler.cost.profile_lookup import load
 from ub_overlap.compiler.diff.render.notebook import MAX_ROWS, Section, render_notebook
-from ub_overlap.compiler.plan.decision import Decision
+from ub_overlap.compiler.diff.render.site_section import render_overview
+from ub_overlap.compiler.plan.decision import Decision, SiteSizes
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Kind, Reason
 from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
@@ -69,6 +70,27 @@ def test_a_report() -> None:
     assert "1 of 2 collectives overlapped" in text and "http" not in text and "\x1b" not in text
 
 
+def test_a_report_in_80_columns() -> None:
+    """Modules and predictions stay, in a report and in `explain`; columns without values go first."""
+    work = SiteSizes("all_gather_matmul", 2, "float32", ((1024, 384, 256, False), (1024, 384, 256, False)), 1024, 256)
+    site = Decision(
+        id="forward.10", kind=Kind.ALL_GATHER_MATMUL, phase="forward", strategy=Strategy(Mode.PIPELINED), group="g0", ranks=2,
+        module="layers.10.feed_forward.w1", source="/home/someone/model.py:82: return x", bytes=524288, work=work,
+        shapes=(("matmul0", "[1024, 256] @ [256, 384]"),),
+    )  # fmt: skip
+    report = Report([Plan("forward", (site,))])
+    outlook = report.decisions[0].outlook
+    assert outlook is not None
+    for text in (report.table(80), render_overview(report.to_dict(), [], 80)):
+        table = text[text.index("site ") :].partition("\n\n")[0]
+        lines = table.partition("not shown")[0].splitlines()
+        shown = " ".join(lines)
+        assert max(map(len, table.splitlines())) <= 80
+        assert "module" in lines[0] and "predicted" in lines[0] and "layers.10" in shown and "w1" in shown
+        assert f"{outlook.none.us:.0f} -> {outlook.chosen.us:.0f}" in shown
+        assert ("calls" if "strategy" in lines[0] else "measured us") in table.partition("without values: ")[2]
+
+
 def test_every_selector_is_scoped() -> None:
     css = re.search(r"<style>(.*?)</style>", some_report()._repr_html_(), re.DOTALL)
     assert css is not None
@@ -86,7 +108,7 @@ def test_other_objects() -> None:
     assert "forward.0" in Cells(step._repr_html_()).rows[1] and "other work: matmuls 5 us" in step._repr_html_()
     assert "forward.0" in str(step) and "other work: matmuls 5 us" in str(step) and "M N K" in str(step)
     narrow = step.text(60)
-    assert "not shown in 60 columns: MB, M N K" in narrow
+    assert "without values: M N K, MB, matmul, comm, gain" in narrow and "not shown" not in narrow
     assert max(len(line) for line in narrow.splitlines() if line.startswith(("site", "---", "forward."))) <= 60
 
 

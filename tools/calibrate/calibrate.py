@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,17 +15,23 @@ from ub_overlap.runtime import machine, profile_store, stored_file
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.session.host_layout import world_hosts
 
-from .fit import compare_calls, fit
+from .fit import compare_calls, fit, median_error
 
 if TYPE_CHECKING:
     from .world import CalibrationWorld
 
+LARGEST_ERROR = 0.25
+"""Of a usable profile, the largest median error of whole calls. Overlap saves at most half of a site's time, as it takes at
+least as long as the longer of matmul and communication. With errors above half of that, predictions cannot tell what is faster.
+"""
 
-def calibrate(out: str | None = None, device: str | None = None, *, quick: bool = False) -> Path:
-    """Measure on all ranks of torchrun. Rank 0 writes the profile (to `out`, or the user's cache). Return its path.
 
-    On GPUs also store the fastest algorithms of the measured calls' matmuls. Ranks of several hosts measure the network only,
-    and add it to the profile of their machines.
+def calibrate(out: str | None = None, device: str | None = None, *, quick: bool = False) -> bool:
+    """Measure on all ranks of torchrun, and return whether the profile is usable, the same on all ranks.
+
+    Rank 0 writes the profile to `out`, or to the user's cache, from which processes read it, if it is usable. On GPUs also
+    store the fastest algorithms of the measured calls' matmuls. Ranks of several hosts measure the network only, and add it to
+    the profile of their machines.
 
     OptionError outside of torchrun, or without a folder for the profile.
     """
@@ -44,20 +49,42 @@ def calibrate(out: str | None = None, device: str | None = None, *, quick: bool 
     measured = run.run(ranks, json.loads(base.to_json()), quick, command)
     profile = fit(Profile.from_json(json.dumps(measured), "this calibration"))
     path = Path(out) if out else profile_store.path_of(dict(profile.key))
-    failure: OptionError | None = None
+    problem, failure = find_problem(profile), None
     if ranks.rank == 0:
         print(summarize(profile, path, time.monotonic() - start), flush=True)
-        failure = _write(profile, path)
+        failure = _write(profile, path) if out or not problem else None
     chosen = algorithms.choose(ranks)  # behind the profile, which is complete without
     if chosen and ranks.rank == 0:
         print(algorithms.summarize(chosen), flush=True)
+    if ranks.rank == 0 and not failure:
+        print(verdict(problem, path, bool(out)), flush=True)
     world.end(ranks, failure)
     if failure:
         raise failure
-    return path
+    return not problem
 
 
-def _calibrate_network(ranks: CalibrationWorld, hosts: Sequence[str], start: float, out: str | None, quick: bool) -> Path:
+def find_problem(profile: Profile) -> str:
+    """Return why predictions of a profile do not select strategies, "" if they do."""
+    error = median_error(profile)
+    if error is None:
+        return "no whole call was measured, so nothing shows whether its predictions are right"
+    if error > LARGEST_ERROR:
+        return f"whole calls are predicted with a median error of {error:.0%}, and at most {LARGEST_ERROR:.0%} is usable"
+    return ""
+
+
+def verdict(problem: str, path: Path, is_chosen: bool) -> str:
+    """Return the last line of a calibration. `is_chosen`: `path` is of --out, and is written in any case."""
+    if not problem:
+        return "the profile is usable: " + (
+            f"options={{'profile': {str(path)!r}}} selects it" if is_chosen else "processes on this machine use it from now on"
+        )
+    kept = f"{path} has it nevertheless" if is_chosen else "it is not stored, and the profile used until now stays"
+    return f"the profile is not usable: {problem}; {kept}. Calibrate again while nothing else runs on this machine"
+
+
+def _calibrate_network(ranks: CalibrationWorld, hosts: Sequence[str], start: float, out: str | None, quick: bool) -> bool:
     """Add the network between several hosts to rank 0's profile. The first rank of each host writes it, unless `out` is set."""
     from . import network, world
 
@@ -81,7 +108,7 @@ def _calibrate_network(ranks: CalibrationWorld, hosts: Sequence[str], start: flo
     world.end(ranks, failure)
     if failure:
         raise failure
-    return path
+    return True
 
 
 def _write(profile: Profile, path: Path) -> OptionError | None:
@@ -108,7 +135,6 @@ def summarize(profile: Profile, path: Path, seconds: float) -> str:
     rate, where = max(rates, default=(0.0, "-"))
     size, us = profile.push[-1]
     calls = compare_calls(profile)
-    relative_errors = [abs(p / m - 1) for _, p, m in calls]
     steps, matmul_slowdown, push_slowdown = profile.steps, profile.matmul_slowdown, profile.push_slowdown
     lines = [
         f"profile {profile}: {path} ({seconds:.0f} s)",
@@ -118,8 +144,8 @@ def summarize(profile: Profile, path: Path, seconds: float) -> str:
         f"  us: begin and end {steps.begin_us + steps.end_us:.3g}, event {steps.event_us:.3g}, flag {steps.flag_us:.3g}",
     ]
     lines += [f"  {text}: predicted {p:.1f} us, measured {m:.1f}" for text, p, m in calls]
-    if relative_errors:
-        median, largest = statistics.median(relative_errors), max(relative_errors)
-        lines.append(f"  whole calls: median error {median:.1%}, largest {largest:.1%}")
+    if calls:
+        largest = max(abs(p / m - 1) for _, p, m in calls)
+        lines.append(f"  whole calls: median error {median_error(profile):.1%}, largest {largest:.1%}")
     lines += [f"  hole: {hole}" for hole in profile.holes]
     return "\n".join(lines)

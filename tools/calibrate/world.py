@@ -63,23 +63,25 @@ def end(world: CalibrationWorld, failure: Exception | None = None) -> None:
 
 
 class ProgressLine:
-    """A progress bar on rank 0's stderr; one line per step where that is not a terminal."""
+    """A progress bar on rank 0's stderr; where that is no terminal, a line per step and every few seconds of a long one."""
 
     WIDTH = 28
+    LINES_EVERY_S = 5.0
 
     def __init__(self, world: CalibrationWorld, total: float) -> None:
-        self.world, self.total, self.done, self.text = world, total, 0.0, ""
+        self.world, self.total, self.done, self.text, self.shown_at = world, total, 0.0, "", 0.0
         self.live = sys.stderr.isatty()
 
     def step(self, text: str, weight: float) -> None:
         """Report that `weight` more of the work is done. `text` describes that part."""
         self.done = min(self.total, self.done + weight)
-        if self.world.rank or (not self.live and text == self.text):
+        seconds = time.monotonic() - self.world.begun
+        is_shown = text == self.text and seconds < self.shown_at + self.LINES_EVERY_S
+        if self.world.rank or (not self.live and is_shown):
             return
-        self.text = text
+        self.text, self.shown_at = text, seconds
         share = self.done / self.total
         bar = "#" * round(share * self.WIDTH)
-        seconds = time.monotonic() - self.world.begun
         line = f"calibrate [{bar:<{self.WIDTH}}] {share:4.0%} {seconds:5.1f} s  {text}"
         print(f"\r{line:<79}" if self.live else line, end="" if self.live else "\n", file=sys.stderr, flush=True)
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from ...reports.what_next import find_exposed
 from ...text.table import render_table
+from ...text.times import format_times
 from ..edits import Diff
 from ..snapshot import format_node, line_number
 from ..stored_report import Comparison
 
-OPTIONAL_COLUMNS = ("predicted us", "line", "module", "measured us")
+OPTIONAL_COLUMNS = ("line", "predicted us", "module", "measured us")
 """Columns of the overview that a narrow terminal does not need, least important first."""
 
 
@@ -46,8 +47,7 @@ def _short(value: Any) -> Any:
 
 
 def _times(site: Mapping[str, Any]) -> str:
-    times = site.get("predicted_us") or {}
-    return ", ".join(f"{name} {us:.0f}" for name, us in times.items())
+    return format_times(site.get("predicted_us") or {}, site.get("choice") or "none")
 
 
 def render_site(report: Mapping[str, Any], diffs: Sequence[Diff], site: str) -> str:

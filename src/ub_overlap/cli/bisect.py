@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .parsers import Parser, add_verb, non_negative_int, positive
+from .progress import show_progress
 from .stored import report_skipped
 from .trial import Outcome, Runner, Trial, interrupted_by_sigterm
 
@@ -157,7 +158,10 @@ class Search:
 
     def _run(self, what: str, disabled: str) -> Trial:
         """Run the command once, print its outcome, and stop the search at a timeout if that was requested."""
-        trial = self.runner.run(what, disabled)
+        title, quiet = f"bisect: run {len(self.runner.trials) + 1}", self.quiet or self.runner.show_output
+        with show_progress(title, quiet=quiet) as progress:
+            progress(what)
+            trial = self.runner.run(what, disabled)
         trial.outcome = self._judge(trial)
         self._say(f"run {trial.number}: {what}: {trial.ending(self.loss)}: {trial.outcome.value}")
         if trial.outcome is not Outcome.GOOD and not self.quiet and (lines := trial.last_lines(self.tail)):

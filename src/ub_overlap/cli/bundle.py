@@ -22,10 +22,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ub_overlap.runtime import plan_store, stored_file
-from ub_overlap.runtime.errors import OptionError
+from ub_overlap.runtime import stored_file
 
 from .redact import redact_text
+from .report_path import find_stored, stored_paths
 
 MAX_LOG = 256 << 10
 """Bytes of the end of a log."""
@@ -72,25 +72,9 @@ def installed_packages() -> list[str]:
 
 
 def plan_entries(digests: Sequence[str], newest: int) -> Iterator[Entry]:
-    """Yield the plans whose digests begin with one of `digests`, else the newest plans. OptionError for an unknown digest.
-
-    A user without a home folder has no plans."""
-    try:
-        folder = plan_store.directory()
-    except FileNotFoundError as error:
-        if digests:
-            raise OptionError(
-                "no such plan: there is no home folder", got=repr(digests[0]), fix="set UB_OVERLAP_CACHE_DIR"
-            ) from error
-        return
-    paths = [p for p in folder.glob("*.json") if plan_store.is_digest(p.stem) and p.is_file()] if folder.is_dir() else []
-    paths.sort(key=lambda p: (-p.stat().st_mtime, p.name))
-    for digest in digests:
-        if not any(p.stem.startswith(digest) for p in paths):
-            raise OptionError(
-                "no such plan", where=str(folder), got=repr(digest), fix="python -m ub_overlap report list shows all"
-            )
-    for path in [p for p in paths if p.stem.startswith(tuple(digests))] if digests else paths[:newest]:
+    """Yield the plans whose digests begin with one of `digests`, else the newest plans. OptionError for an unknown digest."""
+    paths = [path for digest in digests for path in find_stored(digest)] if digests else stored_paths()[:newest]
+    for path in dict.fromkeys(paths):
         for file, about in ((path, "a stored plan"), (path.with_suffix(".graphs"), "its graphs, packed")):
             if file.is_file() and file.stat().st_size <= MAX_FILE:
                 yield Entry(f"plans/{file.name}", about, file.read_bytes())

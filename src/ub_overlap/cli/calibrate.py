@@ -13,7 +13,10 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser = add_verb(
         verbs, "calibrate", "measure this machine for the cost model, under torchrun",
         launcher="torchrun --nproc-per-node 8 -m ub_overlap", examples=["calibrate", "calibrate --quick --out profile.json"],
-        exits={0: "success", 1: "a measurement failed on all ranks", 2: "bad usage, or not started by torchrun"},
+        exits={
+            0: "the profile is usable", 1: "it is not, or a measurement failed on all ranks",
+            2: "bad usage, or not started by torchrun",
+        },
     )  # fmt: skip
     parser.add_argument(
         "--out", type=output_file, metavar="FILE", help="write the profile to this file instead of the user's cache"
@@ -24,7 +27,7 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Measure this machine and store a profile. UbOverlapError if that is not possible."""
+    """Measure this machine and store a profile. Return 1 if it is not usable. UbOverlapError if that is not possible."""
     from ub_overlap.tools.calibrate.launch import ranks_of_torchrun
 
     ranks_of_torchrun()  # before torch is loaded
@@ -33,5 +36,4 @@ def run(flags: argparse.Namespace) -> int:
         os.environ[name] = value
     from ub_overlap.tools.calibrate.calibrate import calibrate
 
-    calibrate(flags.out and str(flags.out), flags.device, quick=flags.quick)
-    return 0
+    return 0 if calibrate(flags.out and str(flags.out), flags.device, quick=flags.quick) else 1

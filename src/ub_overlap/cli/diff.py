@@ -8,16 +8,17 @@ from typing import Any
 
 from . import exports
 from .parsers import add_verb
+from .report_path import HELP, report_path
 
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser = add_verb(
         verbs, "diff", "compare two reports: graphs and decisions that differ", parents=[as_json],
-        examples=["diff before.json after.json", "diff rank0.json rank1.json --html page.html"],
+        examples=["diff before.json after.json", "diff rank0.json rank1.json --html page.html", "diff 9f2c0a1b 5d7e"],
         exits={0: "the reports are the same", 1: "they differ", 2: "bad usage, or not a report"},
     )  # fmt: skip
-    parser.add_argument("a", metavar="A.json", help="a file of Report.to_json(), or a stored plan")
-    parser.add_argument("b", metavar="B.json", help="the report that it is compared with")
+    parser.add_argument("a", metavar="A", help=HELP)
+    parser.add_argument("b", metavar="B", help="the report that it is compared with")
     exports.add(parser)
     parser.set_defaults(run=run)
 
@@ -28,9 +29,8 @@ def run(flags: argparse.Namespace) -> int:
     from ub_overlap.compiler.diff.render import site_section
     from ub_overlap.compiler.text.terminal import output_width
 
-    comparison = stored_report.compare_reports(
-        stored_report.read_report(flags.a), stored_report.read_report(flags.b), (flags.a, flags.b)
-    )
+    a, b = (stored_report.read_report(report_path(text)) for text in (flags.a, flags.b))
+    comparison = stored_report.compare_reports(a, b, (flags.a, flags.b))
     if flags.html:
         from ub_overlap.compiler.diff.render import html
 

@@ -10,15 +10,16 @@ from ub_overlap.runtime.errors import OptionError
 
 from . import exports
 from .parsers import add_verb
+from .report_path import HELP, report_path
 
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser = add_verb(
         verbs, "explain", "show a report: decisions, reasons, edits", parents=[as_json],
-        examples=["explain report.json", "explain report.json --site forward.0", "explain report.json --html page.html"],
+        examples=["explain report.json", "explain report.json --site forward.0", "explain 9f2c0a1b --html page.html"],
         exits={0: "success", 2: "bad usage, not a report, or no such site"},
     )  # fmt: skip
-    parser.add_argument("report", metavar="REPORT.json", help="a file of Report.to_json(), or a stored plan")
+    parser.add_argument("report", metavar="REPORT", help=HELP)
     parser.add_argument("--site", metavar="ID", help='show one site, e.g. "forward.0"')
     exports.add(parser)
     parser.set_defaults(run=run)
@@ -31,7 +32,7 @@ def run(flags: argparse.Namespace) -> int:
     from ub_overlap.compiler.diff.render import site_section
     from ub_overlap.compiler.text.terminal import output_width
 
-    report = stored_report.read_report(flags.report)
+    report = stored_report.read_report(report_path(flags.report))
     known = [site["id"] for site in report["sites"]]
     if flags.site and flags.site not in known:
         raise OptionError(f"no site {flags.site!r}", where=flags.report, expected=f"one of {', '.join(known) or 'none'}")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ub_overlap.runtime.errors import OptionError
 
 from .exports import report_written
-from .parsers import Parser, add_verb, input_file, non_negative, non_negative_int, output_file
+from .parsers import Parser, add_verb, non_negative, non_negative_int, output_file
 from .progress import show_progress
+from .report_path import plan_file
 
 if TYPE_CHECKING:
     from ub_overlap.tools.planner.planned_context import PlannedContext
@@ -73,9 +74,9 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--overrides",
-        type=input_file,
+        type=plan_file,
         metavar="FILE",
-        help="the option overrides=: JSON or YAML with strategies, or a saved plan",
+        help="the option overrides=: JSON or YAML with strategies, a saved plan, or the digest of a stored one",
     )
     parser.add_argument(
         "--save", type=output_file, metavar="FILE", help="write the plan; options={'overrides': FILE} applies it"

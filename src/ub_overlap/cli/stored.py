@@ -9,9 +9,10 @@ from datetime import datetime
 from typing import Any
 
 from ub_overlap.runtime import plan_store
-from ub_overlap.runtime.errors import OptionError, StoredFileError
+from ub_overlap.runtime.errors import StoredFileError
 
 from .parsers import add_verb
+from .report_path import report_path
 
 
 def stored_plans() -> list[dict[str, Any]]:
@@ -57,18 +58,10 @@ def list_reports(*, as_json: bool) -> int:
 
 
 def show_report(digest: str, *, as_json: bool) -> int:
-    """Print the report whose digest begins with `digest`. OptionError if there is none, or more than one, or it is damaged."""
+    """Print the report of a digest, its first digits or a file. OptionError if there is not exactly one, or it is damaged."""
     from ub_overlap.compiler.plan import plan_files
 
-    named = sorted(plan_store.directory().glob("*.json")) if plan_store.is_digest(digest.ljust(8, "0")) else []
-    paths = [path for path in named if path.stem.startswith(digest) and path.is_file()]
-    digests = [path.stem for path in paths]
-    if len(paths) != 1:
-        problem = f"{len(digests)} reports begin with it: {', '.join(digests)}" if digests else "no such report"
-        raise OptionError(
-            problem, where=str(plan_store.directory()), got=repr(digest), fix="python -m ub_overlap report list shows all"
-        )
-    plan = plan_files.read_plan(paths[0])
+    plan = plan_files.read_plan(report_path(digest))
     if as_json:
         print(json.dumps(plan))
         return 0
@@ -106,5 +99,5 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
         whats, "show", "show one stored report", parents=[as_json], examples=["report show 9f2c0a1b"],
         exits={0: "success", 2: "bad usage, or not exactly one report has that digest"},
     )  # fmt: skip
-    show.add_argument("digest", metavar="DIGEST", help="the report's digest, or its first digits")
+    show.add_argument("digest", metavar="DIGEST", help="the digest of a stored report, its first digits, or its file")
     show.set_defaults(run=lambda flags: show_report(flags.digest, as_json=flags.json))
