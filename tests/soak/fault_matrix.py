@@ -22,6 +22,8 @@ DIRECT = ("RS direct", "AR direct")
 FUSED = ("one_shot", "two_shot")
 SPLIT = ("split AG", "split RS", "split AR", "coalesced", "A2A", "A2A rounds", "A2A step", "A2A order")
 """Collectives of two ops, as data-parallel, context-parallel and expert-parallel programs run them."""
+PROGRAMS = {"compiled step": 0, "FSDP2 step": 0, "DDP step": 0, "two hosts": 4}
+"""Whole training steps (steps.py), with the ranks that they need; 0: any."""
 QUICK_SPLIT = (("between", "split RS"), ("between", "A2A rounds"), ("dies", "coalesced"))
 """(function, kind) of the split faults that a quick run tries."""
 ABORTED = ("GroupAbortedError", "PeerFailedError")
@@ -37,7 +39,7 @@ class Fault:
     """A fault of the victim: a function of rank_faults.py, an op, and a variant.
 
     `errors`: classes that living ranks may raise, () for none. `victim_lives`: the victim raises too. `is_death`: its process
-    ends. `devices`: where it is tried.
+    ends. `devices`: where it is tried. `ranks`: those that it needs, 0 for any.
     """
 
     function: str
@@ -47,6 +49,7 @@ class Fault:
     victim_lives: bool = True
     is_death: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
+    ranks: int = 0
 
     @property
     def name(self) -> str:
@@ -71,6 +74,18 @@ def list_split_faults() -> list[Fault]:
     faults += [Fault("skips", kind, "next", MISMATCH) for kind in ("split AR", "coalesced", "A2A", "A2A step")]
     faults += [Fault("aborts", kind, "busy", ABORTED) for kind in ("split AR", "A2A rounds", "message")]
     return faults
+
+
+def list_program_faults() -> list[Fault]:
+    """Return the faults of whole training steps."""
+    faults: list[Fault] = []
+    for kind, ranks in PROGRAMS.items():
+        faults += [
+            Fault("dies", kind, "SIGKILL", TIMEOUT, False, True, ("cpu",), ranks),
+            Fault("dies", kind, "SIGSTOP", TIMEOUT, False, False, ("cpu",), ranks),
+            Fault("leaves", kind, "raises", TIMEOUT, False, True, ("cpu",), ranks),
+        ]
+    return [*faults, Fault("skips", "compiled step", "last", TIMEOUT, devices=("cpu",))]
 
 
 def list_faults(device: str, quick: bool = False) -> list[Fault]:
@@ -111,6 +126,7 @@ def list_faults(device: str, quick: bool = False) -> list[Fault]:
     faults += [Fault("forks", "AG", how, (), devices=("cpu",)) for how in ("bound", "unbound")]
     split = list_split_faults()
     faults += [fault for fault in split if not quick or (fault.function, fault.kind) in QUICK_SPLIT]
+    faults += [fault for fault in list_program_faults() if not quick or fault.how == "SIGKILL"]
     if device == "cuda":
         for how in ("SIGKILL", "SIGSTOP"):
             faults.append(Fault("dies", "graph", how, TIMEOUT, victim_lives=False, is_death=how == "SIGKILL"))
@@ -154,7 +170,8 @@ def find_limit(fault: Fault, deadline: float, spare_s: float) -> float:
 
 
 def play(fault: Fault, device: str, ranks: int, deadline: float, victim: int = 1, spare_s: float = 1.5) -> tuple[str, str]:
-    """Run one trial and return (what is wrong, or "", and the measured values)."""
+    """Run one trial and return (what is wrong, or "", and the measured values). A fault that needs other ranks has those."""
+    ranks = fault.ranks or ranks
     living = [rank for rank in range(ranks) if rank != victim or fault.victim_lives]
     patience = PATIENCE if fault.is_death else 1.0
     clock = time.monotonic()

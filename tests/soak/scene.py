@@ -20,6 +20,8 @@ from ub_overlap.runtime.schedule.steps import SLOTS
 from ub_overlap.runtime.session import session
 from ub_overlap.runtime.session.bind import find_session
 
+from .steps import STEPS
+
 Outs = list[torch.Tensor]
 
 
@@ -44,6 +46,7 @@ class Seen:
 class Scene:
     """A rank with its group, a case of `kind` ("plain AG" for a plain collective), and the expected result without faults.
 
+    `kind` may also be a whole training step (steps.py).
     `victim`: the rank at fault. `bound`: make the group's session by a first call.
     """
 
@@ -59,11 +62,13 @@ class Scene:
         self.group = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
         self.store = _torch_compat.store_of(dist.group.WORLD)
         self.make = Maker(self.device, world)
+        self.step = STEPS[kind](self.device) if kind in STEPS else None
         self.graph: Any = None
         self.kind = "AG" if kind == "graph" else kind
         self.size = 2048 if self.cuda else 64
         op = self.kind.removeprefix("plain ")
-        self.case, self.strategy = self.make.kind(op, self.size)
+        if self.step is None:
+            self.case, self.strategy = self.make.kind(op, self.size)
         if op != self.kind:
             self.strategy = "none"
         self.outs: Outs = []
@@ -80,11 +85,15 @@ class Scene:
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.outs = self.op()
         self.settle()
+        if self.step is not None:
+            return
         core = next(core for core in ops.extension().sessions() if core.group == self.group)
         assert core.transport == ("symmetric memory" if self.cuda else "shared memory"), core.reason
         assert self.kind != "A2A rounds" or self.areas_bytes() < split_cases.PIECE_BYTES, "a piece takes one round"
 
     def op(self, site: str = "", case: Any = None) -> Outs:
+        if self.step is not None:
+            return self.step()
         return cases.run_op(case or self.case, self.strategy, self.group, site or f"fault.{self.kind}")
 
     def start(self) -> torch.Tensor:
@@ -194,4 +203,8 @@ class Scene:
                 self.look()
             except errors.UbOverlapError as error:
                 seen.after = type(error).__name__
+            except RuntimeError as error:
+                if self.step is None:
+                    raise
+                seen.after = type(error).__name__  # DDP refuses a module whose backward failed
         return asdict(seen)
