@@ -13,12 +13,13 @@ CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.hpp' -o -name '*.cpp' -o -
 SOURCES := $(shell find src compiler runtime tools csrc -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' 2>/dev/null)
 SOURCES += $(wildcard setup.py build_tools/*.py pyproject.toml MANIFEST.in README.md LICENSE .ci/install)
 
-.PHONY: help demo check test full lint docs format install clean
+.PHONY: help demo check test full sanitize lint docs format install clean
 help:
 	@echo "make demo     train a small Llama on 2 local ranks: eager, without and with overlap, side by side"
 	@echo "make check    lint, types, words, and the pure tests: 2 minutes"
 	@echo "make test     with the tests on ranks and of programs, by WORKERS=$(WORKERS) processes of pytest: 15 minutes"
 	@echo "make full     everything: also fuzz, families, soak, installs, examples, benchmarks"
+	@echo "make sanitize the CPU runtime under ASan and UBSan, then under TSan, with tests of ranks: 20 minutes"
 	@echo "make lint     ruff, clang-format, pyrefly, words   make format   let ruff and clang-format rewrite"
 	@echo "make docs     the documentation as a site in build/docs; a broken link fails"
 	@echo "make install  set up .venv and install the package make clean    remove .venv and all that was built"
@@ -37,6 +38,11 @@ test: $(VENV)/.package $(VENV)/.test
 
 full: lint
 	@$(call pytest,full)
+
+# On the objects of csrc/bindings that the installation has left. With ARGS, the tests that these name.
+sanitize: $(VENV)/.package $(VENV)/.test
+	@for kind in address thread; do \
+		$(BIN)/python build_tools/sanitize.py $$kind build/sdist/tree/build/temp.* $(ARGS) || exit 1; done
 
 # The type checker looks ub_overlap up where it is installed.
 lint: $(VENV)/.package $(VENV)/.lint $(VENV)/.test

@@ -154,12 +154,13 @@ class Tuner:
 
     def _site_mismatch(self, rank: int, got: Any, expected: Any) -> errors.SiteMismatchError:
         assert self._exchange is not None
+        number = self._exchange.numbers[rank]
         return errors.SiteMismatchError(
-            f"ranks {self._exchange.rank} and {rank} are about to time different sites",
-            ranks=(rank,),
-            where=f"{self._exchange.op} at site '{self._exchange.site}', group '{self._exchange.group}'",
-            got=f"rank {rank}: {got}",
-            expected=f"rank {self._exchange.rank}: {expected}",
+            f"ranks {self._exchange.number} and {number} are about to time different sites",
+            ranks=(number,),
+            where=f"{self._exchange.op} at site '{self._exchange.site}', {self._exchange.label}",
+            got=f"rank {number}: {got}",
+            expected=f"rank {self._exchange.number}: {expected}",
             fix="give all ranks the same sizes, and capture CUDA graphs on all of them at once",
         )
 

@@ -196,8 +196,8 @@ def _peer_timeout(fields: dict[str, str]) -> UbOverlapError:
         reporter=int(fields["reporter"]),
         is_gone=is_gone,
         waited_s=float(waited),
-        where=f"{fields['op']} at site '{fields['site']}', phase {fields['phase']}, chunk {fields['chunk']}; "
-        f"noticed by rank {fields['reporter']}",
+        where=f"{fields['op']} at site '{fields['site']}', phase {fields['phase']}, chunk {fields['chunk']}"
+        f"{_group_text(fields)}; noticed by rank {fields['reporter']}",
         got="" if is_gone else _peer_state(fields, seen),
         expected="" if is_gone else fields["expected"] or f"epoch {awaited}",
         fix=f"look at the log of rank {rank}"
@@ -252,7 +252,7 @@ def _group_lock_timeout(fields: dict[str, str]) -> UbOverlapError:
         + (f" for {waited:g} s" if waited else "")
         + ": an earlier call of the group makes no progress there",
         ranks=(rank,),
-        where=f"{fields['op']} at site '{fields['site']}'",
+        where=_call_text(fields),
         got=f"the call of epoch {fields['expected_epoch']} holds the lock, and none of it has run for the step deadline",
         expected="calls of a group run one after the other on a device; each ends by itself, as its waits have deadlines",
         fix=fix,
@@ -260,14 +260,18 @@ def _group_lock_timeout(fields: dict[str, str]) -> UbOverlapError:
 
 
 def _call_text(fields: dict[str, str]) -> str:
-    """Return "op at site 'site'", "" where no call was running."""
-    return f"{fields['op']} at site '{fields['site']}'" if fields["op"] else ""
+    """Return "op at site 'site', group 'name'", "" where no call was running."""
+    return f"{fields['op']} at site '{fields['site']}'{_group_text(fields)}" if fields["op"] else ""
+
+
+def _group_text(fields: dict[str, str]) -> str:
+    return f", group '{fields['group']}'" if fields.get("group") else ""
 
 
 def _rank_mismatch(name: str, fields: dict[str, str]) -> UbOverlapError:
     culprit, reporter = int(fields["ranks"]), int(fields["reporter"])
     got, expected = f"rank {culprit}: {fields['got']}", f"rank {reporter}: {fields['expected']}"
-    where = f"{fields['op']} at site '{fields['site']}'"
+    where = _call_text(fields)
     cls, what = SiteMismatchError, "are at different sites"
     fix = "make all ranks of a group run the same sequence of ops; look for rank-dependent control flow"
     if name == "ShapeMismatchError":

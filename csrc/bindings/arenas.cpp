@@ -39,7 +39,7 @@ void check_peers(ShmArena& arena, const std::string& op, const std::string& site
         set_text(failure.op, op);
         set_text(failure.site, site);
         set_text(failure.phase, "STORE");
-        throw CallFailed(failure);
+        throw CallFailed(arena.in_origin(failure));
     }
 }
 
@@ -53,15 +53,16 @@ py::object abort_text(Arena& arena) {
 }
 
 void fail_group(Arena& arena, py::handle error, const std::string& op, const std::string& site) {
-    Failure failure;
-    if (const std::optional<Failure> of_peer = peer_failure_of(error)) {
-        failure = *of_peer;
+    const std::optional<Failure> of_peer = peer_failure_of(error);
+    Failure failure = of_peer.value_or(Failure{});
+    failure.reporter = failure.culprit = arena.rank();
+    failure = arena.in_origin(failure);
+    if (of_peer) {
+        failure.culprit = of_peer->culprit;
     } else {
         failure.code = FailureCode::peer_failed;
-        failure.culprit = arena.rank();
         set_text(failure.got, text_of(error));
     }
-    failure.reporter = arena.rank();
     set_text(failure.op, op);
     set_text(failure.site, site);
     const py::gil_scoped_release released;
@@ -103,6 +104,13 @@ void define_arenas(py::module_& m) {
              "Raises where a peer's call in this slot is at another site.")
         .def("watch", &Arena::watch, py::call_guard<py::gil_scoped_release>(),
              "Ends waits of a device for a rank that is gone or has failed. For a watchdog.")
+        .def(
+            "join_origin",
+            [](const std::shared_ptr<Arena>& arena, const std::string& key, const std::string& name, std::vector<int> ranks) {
+                Arena::join_origin(arena, key, name, std::move(ranks));
+            },
+            py::arg("key"), py::arg("name"), py::arg("ranks"),
+            "Makes errors name ranks of the group `name`, of which the arena's group has `ranks`; all of them where empty.")
         .def("fail", &fail_group, py::arg("error"), py::arg("op"), py::arg("site"),
              "Tells all ranks of the exception of this one, and whose fault it is, unless they know of a failure.");
 

@@ -38,6 +38,7 @@ const char* class_of(FailureCode code) {
 Fields fields_of(const Failure& f) {
     return {{"op", f.op},
             {"site", f.site},
+            {"group", f.group},
             {"reporter", std::to_string(f.reporter)},
             {"ranks", std::to_string(f.culprit)},
             {"phase", f.phase},
@@ -60,12 +61,13 @@ void raise_object(PyObject* error) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
 }
 
-void set_named(const std::string& name, const Fields& fields) {
+// Returns the exception object, or null with the error of its factory set.
+PyObject* make_named(const std::string& name, const Fields& fields) {
     auto* factory = static_cast<PyObject*>(python_hooks().make_error.get());
     if (!factory) {
         const auto what = fields.find("what");
-        PyErr_SetString(PyExc_RuntimeError, (name + ": " + (what == fields.end() ? "" : what->second)).c_str());
-        return;
+        const std::string text = name + ": " + (what == fields.end() ? "" : what->second);
+        return PyObject_CallFunction(PyExc_RuntimeError, "s", text.c_str());
     }
     PyObject* dict = PyDict_New();
     for (const auto& [key, value] : fields) {
@@ -75,7 +77,12 @@ void set_named(const std::string& name, const Fields& fields) {
     }
     PyObject* error = PyObject_CallFunction(factory, "sO", name.c_str(), dict);
     Py_DECREF(dict);
-    if (!error) return;  // the factory's own error is set
+    return error;
+}
+
+void set_named(const std::string& name, const Fields& fields) {
+    PyObject* error = make_named(name, fields);
+    if (!error) return;
     raise_object(error);
     Py_DECREF(error);
 }
@@ -85,6 +92,10 @@ void set_named(const std::string& name, const Fields& fields) {
 PythonHooks& python_hooks() {
     static auto* one = new PythonHooks;  // never destroyed: holds Python objects
     return *one;
+}
+
+void* make_python_error(const Failure& failure) {
+    return make_named(class_of(failure.code), fields_of(failure));
 }
 
 bool set_python_error(const std::exception_ptr& error) {

@@ -44,6 +44,9 @@ struct PythonHooks {
 };
 PythonHooks& python_hooks();
 
+// Returns a new reference to the exception that `failure` stands for; null with the error indicator set. Needs the GIL.
+void* make_python_error(const Failure& failure);
+
 // Sets Python's error indicator for one of our C++ exceptions. Needs the GIL. False where it is not one of ours.
 bool set_python_error(const std::exception_ptr& error);
 

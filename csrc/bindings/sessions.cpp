@@ -81,6 +81,17 @@ void set_bind(py::object bind) {
             hooks.most_spared = [owner] {
                 return in_python([&] { return handle_of(owner).attr("most_spared_multiprocessors")().cast<int>(); });
             };
+            hooks.tell_plain_groups = [owner](const Failure& failure) {
+                try {
+                    in_python([&] {
+                        const auto error =
+                            py::reinterpret_steal<py::object>(static_cast<PyObject*>(make_python_error(failure)));
+                        if (!error) throw py::error_already_set();
+                        handle_of(owner).attr("tell_plain_groups")(error);
+                    });
+                } catch (const std::exception&) {  // the failure itself matters more
+                }
+            };
             hooks.allocate = &allocate;
             session->set_hooks(std::move(hooks));
             return session;
@@ -122,6 +133,10 @@ void define_sessions(py::module_& m) {
              "Ends the session's waits here and on its peers. Idempotent, from any thread.")
         .def("close", &Session::close, py::call_guard<py::gil_scoped_release>());
 
+    m.def(
+        "show_wait", [](const std::string& key) { OriginGroup::get(key)->show_wait(nullptr); }, py::arg("key"),
+        py::call_guard<py::gil_scoped_release>(),
+        "Shows peers in the arenas of an origin group that this rank waits for a collective of c10d.");
     m.def("sessions", [] { return Registry::get().all(); });
     m.def(
         "set_inherited_groups",

@@ -31,7 +31,7 @@ void wait_for_calls(const Call& call, Arena& arena, int peer, uint64_t calls) {
             set_text(failure.op, call.op_name);
             set_text(failure.site, call.site);
             set_text(failure.phase, "AREAS");
-            throw CallFailed(failure);
+            throw CallFailed(arena.in_origin(failure));
         }
         std::this_thread::sleep_for(std::chrono::microseconds(50));
     }

@@ -12,16 +12,20 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "core/failure.h"
 #include "core/flags.h"
 #include "core/flight.h"
+#include "core/origin_group.h"
+#include "core/wait_until.h"
 
 namespace ub_overlap {
 
 constexpr uint64_t arena_magic = 0x75625f6f7665726cULL;
-constexpr uint32_t arena_version = 4;
+constexpr uint32_t arena_version = 5;
 
 // What a rank is doing in the call of one epoch. `stamp` (epoch, tag) is stored last, with release; the text of an epoch stays
 // until the epoch after the next, which its owner cannot reach before all peers have left this one. A split slot's stays until
@@ -49,6 +53,7 @@ struct ControlBlock {
     std::atomic<int64_t> heartbeat_ns;  // CLOCK_MONOTONIC, the same for all processes of a host
     // 1 + the rank whose flag this rank waits for, 0 when it waits for none: by queue, then COPY of each split collective.
     std::atomic<int32_t> waiting[2 + split_slots];
+    std::atomic<int64_t> elsewhere_ns;  // when this rank last waited in another group of its origin group
     std::atomic<uint32_t> abort_state;  // 0 none, 1 being written, 2 readable
     Failure abort;
     CallDescriptor calls[all_slots];
@@ -70,8 +75,11 @@ class Arena {
     }
     // Looks for a failure that a device has written down, and tells the group of it.
     virtual void poll() {}
-    // Called regularly by a watchdog thread: ends waits of a device for a rank whose process is gone, or that has failed.
-    virtual void watch() {}
+    // Called regularly by a watchdog thread: tells the other groups of the origin group of a failure, and ends waits of a
+    // device for a rank whose process is gone, or that has failed.
+    virtual void watch() {
+        if (const Failure* failure = aborted()) abort(*failure);
+    }
     // Sets the states of calls that were issued to a device. Takes a fraction of a second at most.
     virtual void refine(std::vector<FlightEntry>& entries) { (void)entries; }
     // Ranks whose flags this rank waits for now. Racy: for messages.
@@ -89,8 +97,48 @@ class Arena {
         const bool is_peer_abort = failure.code == FailureCode::group_aborted && rank != this->rank();
         return is_peer_abort ? FailureCode::peer_failed : failure.code;
     }
-    // Tell every rank, this one too, that the group is broken. A record that is there already stays. Any thread may call it.
-    virtual void abort(const Failure& failure) {
+    // Makes this the arena of a group that has `ranks` of the group `name`, which the user named; of all of them where `ranks`
+    // is empty. `key`: of its OriginGroup. Before the first failure.
+    static void join_origin(const std::shared_ptr<Arena>& arena, const std::string& key, const std::string& name,
+                            std::vector<int> ranks) {
+        arena->origin_name_ = name;
+        arena->origin_ranks_ = std::move(ranks);
+        arena->origin_ = OriginGroup::get(key);
+        arena->origin_->add(arena);
+    }
+    // Returns the number that a rank has in the group which the user named.
+    int origin_rank(int rank) const { return rank < 0 || origin_ranks_.empty() ? rank : origin_ranks_[rank]; }
+    // Returns the rank that has this number there, -1 where it is in another group.
+    int rank_of_origin(int origin_rank) const {
+        if (origin_ranks_.empty()) return origin_rank;
+        for (int rank = 0; rank < static_cast<int>(origin_ranks_.size()); ++rank) {
+            if (origin_ranks_[rank] == origin_rank) return rank;
+        }
+        return -1;
+    }
+    // Returns `failure`, made with ranks of this arena, with those of the group that the user named.
+    Failure in_origin(Failure failure) const {
+        failure.culprit = origin_rank(failure.culprit);
+        failure.reporter = origin_rank(failure.reporter);
+        set_text(failure.group, origin_name_);
+        return failure;
+    }
+    // Shows the peers in other groups of the origin group that this rank waits here.
+    void show_wait() const {
+        if (origin_) origin_->show_wait(this);
+    }
+    // Whether `rank` has waited in another group of the origin group within the last second.
+    bool waits_elsewhere(int rank) {
+        return now_ns() - control(rank)->elsewhere_ns.load(std::memory_order_relaxed) < 1'000'000'000;
+    }
+    // Tells every rank, this one too, that the group is broken, and the other groups of its origin group. A record that is
+    // there already stays. Any thread may call it.
+    void abort(const Failure& failure) {
+        abort_alone(failure);
+        if (origin_) origin_->fail(failure, this);
+    }
+    // Does the same for this group alone.
+    virtual void abort_alone(const Failure& failure) {
         for (int r = 0; r < ranks(); ++r) {
             ControlBlock* block = control(r);
             uint32_t none = 0;
@@ -106,6 +154,13 @@ class Arena {
         ControlBlock* block = control(rank());
         return block->abort_state.load(std::memory_order_acquire) == 2 ? &block->abort : nullptr;
     }
+
+  protected:
+    std::string origin_name_;
+    std::vector<int> origin_ranks_;  // by rank; empty: they are equal
+
+  private:
+    std::shared_ptr<OriginGroup> origin_;
 };
 
 }  // namespace ub_overlap

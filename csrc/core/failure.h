@@ -22,13 +22,13 @@ enum class FailureCode : int32_t {
     group_aborted = 7,       // this rank aborted the group; its peers see peer_failed
 };
 
-// Fixed size and free of pointers. `reporter` is the rank that noticed.
+// Fixed size and free of pointers. `reporter` is the rank that noticed. Both ranks are of `group`, which the user named.
 struct Failure {
     FailureCode code = FailureCode::none;
     int32_t reporter = -1, culprit = -1, chunk = -1;
     uint32_t expected = 0, observed = 0;
     double waited_s = 0, silent_s = -1;  // silent_s: since the culprit last showed a sign of life, -1 if not known
-    char op[32] = {}, phase[16] = {}, site[224] = {};
+    char op[32] = {}, phase[16] = {}, site[224] = {}, group[96] = {};
     char got[640] = {}, wanted[640] = {};  // mismatches: the call of the culprit, and of the reporter
 };
 

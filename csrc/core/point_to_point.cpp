@@ -43,6 +43,16 @@ int64_t PointToPoint::pieces_of(const Message& message) const {
     return std::max<int64_t>(1, (message.bytes + bytes - 1) / bytes);
 }
 
+void PointToPoint::break_channels(const Message& message, const std::string& why) {
+    Failure failure;
+    failure.code = FailureCode::peer_failed;
+    failure.reporter = failure.culprit = arena_->rank();
+    set_text(failure.op, message.op());
+    set_text(failure.site, message.site(arena_->rank()));
+    set_text(failure.got, why);
+    arena_->abort(arena_->in_origin(failure));
+}
+
 std::shared_ptr<Transfer> PointToPoint::issue(Message message) {
     const int rank = arena_->rank();
     if (message.peer < 0 || message.peer >= arena_->ranks() || message.peer == rank) {

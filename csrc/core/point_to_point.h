@@ -98,8 +98,11 @@ class PointToPoint {
     int64_t slot_bytes(int peer) const { return board_->sizes().slot_bytes(peer, arena_->rank()); }
 
   protected:
-    // Called with the lock held. `first`: number of the message's first piece. Where it throws, nothing of the message is left.
+    // Called with the lock held. `first`: number of the message's first piece. Where it throws, nothing of the message is left,
+    // or it has called `break_channels`.
     virtual std::shared_ptr<Transfer> begin(Message message, uint64_t first) = 0;
+    // Ends the use of the group's channels on all ranks: a part of `message` was issued, and no later message can follow it.
+    void break_channels(const Message& message, const std::string& why);
     int64_t pieces_of(const Message& message) const;
 
     const std::shared_ptr<Arena> arena_;

@@ -65,6 +65,7 @@ void check_site(Arena& arena, int slot) {
         if (failure.culprit == arena.rank()) std::swap(got, wanted);
         set_text(failure.got, got);
         set_text(failure.wanted, wanted);
+        failure = arena.in_origin(failure);
         arena.abort(failure);
         throw CallFailed(failure);
     }

@@ -81,16 +81,18 @@ void Session::mark_failed(const Call& call, const std::string& text, const Failu
     Failure record;
     if (failure) {
         record = *failure;
-        if (record.reporter < 0) record.reporter = rank_;
+        if (record.reporter < 0) record.reporter = arena_->origin_rank(rank_);
         if (!record.op[0]) set_text(record.op, call.op_name), set_text(record.site, call.site);
     } else {
         record.code = FailureCode::peer_failed;
         record.reporter = record.culprit = rank_;
+        record = arena_->in_origin(record);
         set_text(record.op, call.op_name);
         set_text(record.site, call.site);
         set_text(record.got, text);
     }
     arena_->abort(record);
+    if (hooks_.tell_plain_groups) hooks_.tell_plain_groups(record);
 }
 
 // Publishes this rank's call before it waits for peers. Peers can then distinguish a rank at another site, or with other
@@ -142,7 +144,9 @@ std::vector<FlightEntry> Session::flight() {
 
 std::vector<int> Session::waiting_for() {
     const std::shared_ptr<Arena> arena = living_arena();
-    return arena ? arena->waiting_for() : std::vector<int>();
+    std::vector<int> ranks = arena ? arena->waiting_for() : std::vector<int>();
+    for (int& rank : ranks) rank = arena->origin_rank(rank);
+    return ranks;
 }
 
 int Session::picked(const std::string& site, int bucket) {
@@ -187,6 +191,7 @@ void Session::abort(const std::string& reason) {
     Failure failure;
     failure.code = FailureCode::group_aborted;
     failure.reporter = failure.culprit = rank_;
+    failure = arena->in_origin(failure);
     set_text(failure.got, reason);
     const CallDescriptor* last = nullptr;
     uint64_t last_stamp = 0;

@@ -19,7 +19,8 @@
 
 namespace ub_overlap {
 
-// Callbacks into Python. Any of them may throw; the session is then marked as failed, for its peers too.
+// Callbacks into Python. Any of them but `tell_plain_groups` may throw; the session is then marked as failed, for its peers
+// too.
 struct SessionHooks {
     std::function<void(const std::string& digest, const Call& call)> verify;
     // Grows the slot of `call` to what it needs, equal on all ranks; `to_largest`: to what any needs, unless in a capture.
@@ -31,6 +32,8 @@ struct SessionHooks {
     std::function<void()> collect_garbage;
     // Returns how many multiprocessors matmuls can leave at most to the collectives that c10d runs for the group.
     std::function<int()> most_spared;
+    // Tells the groups of the same origin group that have no arena.
+    std::function<void(const Failure& failure)> tell_plain_groups;
     // Returns memory on the call's device, for work of its stream.
     std::function<std::shared_ptr<char>(const Call& call, int64_t bytes)> allocate;
 };
@@ -78,7 +81,8 @@ class Session {
     void tune(const Tuning& tuning);
     // Throws the failure of a call that was only issued (CUDA), or of a peer.
     void check();
-    // The last calls, oldest first, and the ranks that the call in flight waits for. Any thread may call them.
+    // The last calls, oldest first, and the ranks that the call in flight waits for, of the group that the user named. Any
+    // thread may call them.
     std::vector<FlightEntry> flight();
     std::vector<int> waiting_for();
     uint64_t calls() const { return flight_.count(); }

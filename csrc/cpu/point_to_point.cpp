@@ -116,7 +116,8 @@ void CpuPointToPoint::work(Worker& worker) {
                             {"where", std::string(transfer->message.op()) + " at " + transfer->message.site(arena_->rank())},
                             {"got", transfer->message.text},
                             {"fix", "wait for all messages before the process group is destroyed"}}));
-        } catch (...) {
+        } catch (const std::exception& failed) {
+            break_channels(transfer->message, failed.what());
             error = std::current_exception();
         }
         transfer->end(error);
@@ -176,7 +177,7 @@ void CpuPointToPoint::wait_for_word(const CpuTransfer& transfer, const FlagWord&
         set_text(failure.site, m.site(arena_->rank()));
         set_text(failure.phase, name_of(kind));
         segment_->describe(failure, m.sends, m.peer);
-        return failure;
+        return arena_->in_origin(failure);
     };
     if (!arrived()) {
         int64_t looked_for_dead = begin;

@@ -68,10 +68,11 @@ void ShmArena::grow_attach(int rank, const std::string& data_address) {
     std::string reason;
     next_.segments[rank] = ShmSegment::attach(data_address, next_.bytes(growing_), reason);
     if (next_.segments[rank]) return;
-    throw NamedError("ArenaError", {{"what", "cannot attach the grown memory of rank " + std::to_string(rank)},
-                                    {"got", reason},
-                                    {"expected", "the memory that it made for this call"},
-                                    {"fix", "look at the log of rank " + std::to_string(rank) + ": it may have ended"}});
+    throw NamedError("ArenaError",
+                     {{"what", "cannot attach the grown memory of rank " + std::to_string(origin_rank(rank))},
+                      {"got", reason},
+                      {"expected", "the memory that it made for this call"},
+                      {"fix", "look at the log of rank " + std::to_string(origin_rank(rank)) + ": it may have ended"}});
 }
 
 void ShmArena::grow_commit() {

@@ -14,6 +14,11 @@ namespace {
 constexpr int64_t fresh_ns = 1'000'000'000;        // a rank that waits shows a sign of life at least this often
 constexpr int64_t look_for_dead_ns = 100'000'000;  // reading /proc is slow
 
+// How long after its deadline a rank has reported which rank is late (_REPORT_S of runtime/ops/plain_collective.py).
+int64_t report_ns(int64_t timeout_ns) {
+    return std::min<int64_t>(timeout_ns, 5'000'000'000) + 1'000'000'000;
+}
+
 Failure failure_at(const Call& call, const FlagWait& wait, FailureCode code, int culprit, int64_t waited_ns) {
     Failure failure;
     failure.code = code;
@@ -53,7 +58,7 @@ void compare_calls(const Call& call, const FlagWait& wait, uint32_t seen_tag, in
     }
     set_text(failure.got, got);
     set_text(failure.wanted, wanted);
-    throw CallFailed(failure);
+    throw CallFailed(call.arena->in_origin(failure));
 }
 
 // The epoch of the last call that a rank has published, split collectives apart.
@@ -128,6 +133,7 @@ void wait_for_flag(const Call& call, const FlagWait& wait, int queue, const std:
         const auto look = [&] {
             const int64_t now = now_ns();
             mine->heartbeat_ns.store(now, std::memory_order_relaxed);
+            call.arena->show_wait();
             if (stop.load(std::memory_order_acquire)) throw CallStopped();
             // A peer that failed in a later call has sent all of this one: what has arrived still counts.
             const Failure* failure = call.arena->aborted();
@@ -143,17 +149,20 @@ void wait_for_flag(const Call& call, const FlagWait& wait, int queue, const std:
                 if (const auto check_signals = settings().check_signals.load()) check_signals();
                 // Its last signal may have come between our look at the word and its end.
                 if (gone(call.arena->control(wait.flag.source)) && !arrived()) {
-                    throw CallFailed(failure_at(call, wait, FailureCode::peer_died, wait.flag.source, now - begin));
+                    const Failure died = failure_at(call, wait, FailureCode::peer_died, wait.flag.source, now - begin);
+                    throw CallFailed(call.arena->in_origin(died));
                 }
             }
         };
         // A wait that fails leaves `waiting`: it shows the others, which may fail at the same time, whom this rank waited for.
-        if (!wait_until(arrived, begin + settings().step_timeout_ns.load(std::memory_order_relaxed), look)) {
-            const int64_t waited = now_ns() - begin;
-            Failure failure =
-                failure_at(call, wait, FailureCode::peer_timeout, find_culprit(call, wait.flag.source, waited), waited);
+        const int64_t timeout_ns = settings().step_timeout_ns.load(std::memory_order_relaxed);
+        const auto late = [&] { return find_culprit(call, wait.flag.source, now_ns() - begin); };
+        // A rank that waits in another group of the origin group soon tells which rank is late there.
+        if (!wait_until(arrived, begin + timeout_ns, look) &&
+            !(call.arena->waits_elsewhere(late()) && wait_until(arrived, now_ns() + report_ns(timeout_ns), look))) {
+            Failure failure = failure_at(call, wait, FailureCode::peer_timeout, late(), now_ns() - begin);
             failure.observed = epoch_of(seen);
-            throw CallFailed(failure);
+            throw CallFailed(call.arena->in_origin(failure));
         }
         waiting.store(0, std::memory_order_relaxed);
     }
@@ -163,7 +172,7 @@ void wait_for_flag(const Call& call, const FlagWait& wait, int queue, const std:
         Failure failure = failure_at(call, wait, FailureCode::site_mismatch, wait.flag.source, 0);
         set_text(failure.got, "epoch " + std::to_string(epoch_of(seen)));
         set_text(failure.wanted, "epoch " + std::to_string(epoch));
-        throw CallFailed(failure);
+        throw CallFailed(call.arena->in_origin(failure));
     }
     if (wait.back == 0 && call.is_all_to_all()) word.store(0, std::memory_order_relaxed);  // for the next round
 }

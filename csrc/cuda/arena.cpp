@@ -156,15 +156,17 @@ const Failure* CudaArena::aborted() {
     return Arena::aborted();
 }
 
-void CudaArena::abort(const Failure& failure) {
-    Arena::abort(failure);
+void CudaArena::abort_alone(const Failure& failure) {
+    Arena::abort_alone(failure);
     // Kernels that wait for us, here and on our peers, need not reach their deadlines.
     const std::lock_guard<std::mutex> lock(mutex_);
     if (reported_) return;  // the failed kernel has sent it, or we have
     reported_ = true;
     AbortWord word;
-    word.reporter = failure.reporter < 0 ? rank() : failure.reporter;
-    word.culprit = failure.culprit < 0 ? rank() : failure.culprit;
+    // Words hold ranks of this group. A failure of another group of the origin group is read from the host's record.
+    const int reporter = rank_of_origin(failure.reporter), culprit = rank_of_origin(failure.culprit);
+    word.reporter = failure.reporter < 0 ? rank() : reporter < 0 ? no_member : reporter;
+    word.culprit = failure.culprit < 0 ? rank() : culprit < 0 ? no_member : culprit;
     word.epoch = failure.expected;
     try {
         const DeviceScope scope(device_, DeviceScope::Restore::if_in_use);
@@ -282,7 +284,7 @@ void CudaArena::watch() {
         set_text(failure.op, own.op);
         set_text(failure.site, own.site);
     }
-    abort(failure);
+    abort(in_origin(failure));
 }
 
 std::vector<int> CudaArena::waiting_for() {
@@ -377,6 +379,8 @@ Failure CudaArena::failure_from(const WaitFailure& seen) {
     const int peer = static_cast<int>(aborted ? unpack_abort(seen.abort).index : seen.source);  // of a message
     if (outcome == WaitOutcome::aborted) {
         const AbortWord word = unpack_abort(seen.abort);
+        const Failure* told = word.reporter == no_member || word.culprit == no_member ? Arena::aborted() : nullptr;
+        if (told) return *told;  // hosts write it before the word
         failure.code = static_cast<FailureCode>(word.code);
         failure.reporter = static_cast<int32_t>(word.reporter);
         failure.culprit = static_cast<int32_t>(word.culprit);
@@ -391,7 +395,7 @@ Failure CudaArena::failure_from(const WaitFailure& seen) {
         }
         if (failure.code == FailureCode::group_lock_timeout) set_text(failure.phase, "GROUP_LOCK");
         if (failure.code == FailureCode::peer_failed)
-            set_text(failure.got, "rank " + std::to_string(word.reporter) + " aborted");
+            set_text(failure.got, "rank " + std::to_string(origin_rank(static_cast<int>(word.reporter))) + " aborted");
     }
     if (outcome == WaitOutcome::timeout) {
         failure.code = FailureCode::peer_timeout;
@@ -407,7 +411,7 @@ Failure CudaArena::failure_from(const WaitFailure& seen) {
         if (!is_message) describe_mismatch(failure, failure.culprit, tag_of(seen.seen), own_tag);
     }
     if (is_message) failure.chunk = -1, describe_message(failure, kind, peer);
-    return failure;
+    return in_origin(failure);
 }
 
 // Describes the call of rank `source` instead of ours. Its host publishes its last calls by tag. `seen_tag` 0: unknown, use the

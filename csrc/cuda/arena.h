@@ -47,7 +47,7 @@ class CudaArena final : public Arena {
     std::vector<int> waiting_for() override;
     void quiesce() override;
     const Failure* aborted() override;
-    void abort(const Failure& failure) override;
+    void abort_alone(const Failure& failure) override;
 
     // Replaces a further memory (core/flags.h), or the other slots. All ranks have stopped using the old ones.
     void replace(const std::vector<uint64_t>& data, int64_t slot_bytes, int slot);
@@ -88,6 +88,7 @@ class CudaArena final : public Arena {
     struct CallName {
         std::string op, site, shape;
     };
+    // Returns the failure of this rank's device, with ranks of the group that the user named.
     Failure failure_from(const WaitFailure& seen);
     // Names the call that this rank's device waits in, from its state. `mutex_` is held.
     CallName waiting_call(const LocalState& local) const;

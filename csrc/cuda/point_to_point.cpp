@@ -32,6 +32,7 @@ class CudaPointToPoint::CudaTransfer final : public Transfer {
         cudaEventDestroy(done);  // one that is pending is freed when it has ended
     }
     bool is_completed() override {
+        if (!is_recorded) return false;
         const DeviceScope scope(device_);
         const RelaxedCapture relaxed;  // another thread may be capturing
         const cudaError_t status = cudaEventQuery(done);
@@ -47,6 +48,7 @@ class CudaPointToPoint::CudaTransfer final : public Transfer {
     }
 
     cudaEvent_t done = nullptr;
+    bool is_recorded = false;  // CUDA takes an event that was not recorded for one that has ended
 
   private:
     const std::weak_ptr<CudaArena> arena_;  // a program may hold a message longer than the group
@@ -94,7 +96,7 @@ CudaPointToPoint::Lane& CudaPointToPoint::lane_of(bool sends, int peer) {
     if (!lane.stream) {
         int least = 0, greatest = 0;
         check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "read the stream priorities");
-        check(cudaEventCreateWithFlags(&lane.issued, cudaEventDisableTiming), "create an event");
+        if (!lane.issued) check(cudaEventCreateWithFlags(&lane.issued, cudaEventDisableTiming), "create an event");
         check(cudaStreamCreateWithPriority(&lane.stream, cudaStreamNonBlocking, greatest), "create a stream");
     }
     return lane;
@@ -123,14 +125,26 @@ std::shared_ptr<Transfer> CudaPointToPoint::begin(Message message, uint64_t firs
     check(cudaEventRecord(lane.issued, caller), "record an event");
     check(cudaStreamWaitEvent(lane.stream, lane.issued, 0), "order a message behind its tensor");
     auto transfer = std::make_shared<CudaTransfer>(device_arena_, message, first);
-    issue_pieces(message, first, lane.stream);
-    check(cudaEventRecord(transfer->done, lane.stream), "record an event");
-    unfinished_.push_back(transfer);
+    unfinished_.push_back(transfer);  // its memory first: the tensor must stay while the stream uses it
+    bool has_begun = false;
+    try {
+        issue_pieces(message, first, lane.stream, has_begun);
+        check(cudaEventRecord(transfer->done, lane.stream), "record an event");
+        transfer->is_recorded = true;
+    } catch (const std::exception& failed) {
+        if (has_begun) {
+            transfer->is_recorded = cudaEventRecord(transfer->done, lane.stream) == cudaSuccess;
+            break_channels(message, failed.what());
+        } else {
+            unfinished_.pop_back();
+        }
+        throw;
+    }
     return transfer;
 }
 
 // Issues the steps of this rank's end of the channel for each piece.
-void CudaPointToPoint::issue_pieces(const Message& m, uint64_t first, cudaStream_t stream) {
+void CudaPointToPoint::issue_pieces(const Message& m, uint64_t first, cudaStream_t stream, bool& has_begun) {
     const ChannelSizes& sizes = segment_->sizes();
     const int source = m.sends ? arena_->rank() : m.peer, destination = m.sends ? m.peer : arena_->rank();
     const int64_t slot_bytes = sizes.slot_bytes(source, destination), pieces = pieces_of(m);
@@ -165,7 +179,10 @@ void CudaPointToPoint::issue_pieces(const Message& m, uint64_t first, cudaStream
                 word.number = static_cast<uint32_t>(number - wait.back);
                 word.hash = is_done ? 0 : m.hash;
                 launch_channel_wait(device_arena_->group(), word, timeout_ns, stream);
+            } else {
+                continue;  // no earlier piece has used the slot
             }
+            has_begun = true;
         }
     }
     if (!m.sends) launch_channel_end(device_arena_->group(), m.data, m.bytes, word, stream);

@@ -39,7 +39,8 @@ class CudaPointToPoint final : public PointToPoint {
         cudaEvent_t issued = nullptr;  // the caller's stream, at its last message
     };
     Lane& lane_of(bool sends, int peer);
-    void issue_pieces(const Message& message, uint64_t first, cudaStream_t stream);
+    // Sets `has_begun` once work of the message is on the stream: where it throws after that, the work cannot be taken back.
+    void issue_pieces(const Message& message, uint64_t first, cudaStream_t stream, bool& has_begun);
     void release_completed();
     uint64_t* ready_word(int source, int destination, int slot) const;
     uint64_t* done_word(int source, int destination) const;

@@ -111,6 +111,9 @@ struct PoisonList {
     } parts[16];
 };
 
+// A rank that is not of this group, in an AbortWord.
+constexpr uint32_t no_member = 255;
+
 struct AbortWord {
     uint32_t code = 0, reporter = 0, culprit = 0, kind = 0, index = 0, epoch = 0;
 };

@@ -21,6 +21,7 @@ import torch
 from ub_overlap import _torch_compat
 
 from .. import errors, settings
+from ..session import host_groups
 from ..session.bind import find_session
 from ..session.session import Session
 from ..session.wait_limit import WaitLimit
@@ -28,6 +29,8 @@ from ..session.wait_limit import WaitLimit
 _POLL_S = 0.05
 _REPORT_S = 5.0
 """Seconds that the ranks have to report a failure, at most the deadline of a step."""
+_LOOK_S = 1.0
+"""Seconds between looks for a failure of another group of the same origin."""
 _GRACE_S = 10.0
 """Seconds that a collective may go on after a peer of it is lost, at most the deadline of a step: others may be slow."""
 
@@ -80,17 +83,23 @@ def wait_on_host(work: Any, op: str, site: str, group: str) -> None:
     PeerTimeoutError names the ranks that do not report a failure, CollectiveError where all do. GroupAbortedError.
     """
     with at_site(op, site):
-        _wait_for_peers(work, group, "cpu")
+        session = find_session(group, "cpu")
+        assert session is not None
+        try:
+            _wait_for_peers(work, session)
+        except errors.RankError as error:
+            session.tell_origin_group(error)
+            raise
 
 
-def _wait_for_peers(work: Any, group: str, device: str) -> None:
-    session = find_session(group, device)
-    assert session is not None
+def _wait_for_peers(work: Any, session: Session) -> None:
+    group, device = session.group, str(session.core.device)
     step_s = settings.current().step_timeout_s
-    limit, where = WaitLimit(step_s), _where(group)
+    limit, where, look_for_failure = WaitLimit(step_s), _where(session.label), WaitLimit(_LOOK_S)
     cause: RuntimeError | None = None
     while True:
         session.abort.check(where)
+        session.show_wait()
         try:
             if _ends_soon(work):
                 return
@@ -100,7 +109,11 @@ def _wait_for_peers(work: Any, group: str, device: str) -> None:
         if limit.is_over():
             what, got = f"a collective did not end within {step_s:g} s", "no result"
             break
+        if look_for_failure.is_over():
+            _raise_failure_of_other_group(session)
+            look_for_failure = WaitLimit(_LOOK_S)
     ranks = session.find_silent_ranks(_current.op, _current.site, f"{what}: {got}", min(_REPORT_S, step_s))
+    _raise_failure_of_other_group(session)
     if not ranks:
         raise _collective_error(group, device, f"{what}: {got}") from cause
     late = errors.ranks_text(ranks)
@@ -110,12 +123,18 @@ def _wait_for_peers(work: Any, group: str, device: str) -> None:
         op=_current.op,
         site=_current.site,
         phase="c10d",
-        reporter=session.core.rank,
-        where=f"{where}; noticed by rank {session.core.rank}",
+        reporter=session.number,
+        where=f"{where}; noticed by rank {session.number}",
         got=got,
         expected="all ranks start and finish the collective",
         fix=f"look at the log and the stack of {late}; if it is only slow, {settings.advise('step_timeout_s')}",
     ) from cause
+
+
+def _raise_failure_of_other_group(session: Session) -> None:
+    """Raise the failure of another group of the same origin. A peer that has told of it does not come here."""
+    if error := session.find_failure_of_other_group(_current.op, _current.site):
+        raise error
 
 
 @contextlib.contextmanager
@@ -129,7 +148,10 @@ def _name_failures(group: str, device: str) -> Iterator[None]:
         session = find_session(group, device)
         if session is not None:
             session.fail_collective(_current.op, _current.site, str(failure))
-        raise _collective_error(group, device, str(failure)) from failure
+        error = _collective_error(group, device, str(failure))
+        if session is not None:
+            session.tell_origin_group(error)
+        raise error from failure
 
 
 def _wait_on_host(work: Any, group: str, device: str) -> None:
@@ -143,7 +165,7 @@ def _wait_on_host(work: Any, group: str, device: str) -> None:
         session = session or find_session(group, device)
         if session is None:
             continue
-        session.abort.check(_where(group))
+        session.abort.check(_where(session.label))
         if limit is None and session.has_lost_peer():
             limit = WaitLimit(min(_GRACE_S, settings.current().step_timeout_s))
         if limit is not None and limit.is_over():
@@ -163,11 +185,12 @@ def _ends_soon(work: Any) -> bool:
 
 def _collective_error(group: str, device: str, text: str) -> errors.CollectiveError:
     process_group = _torch_compat.group_of(group)
+    origin = host_groups.origin_of(process_group)
     deadline = _torch_compat.timeout_of(process_group, device)
     within = "" if deadline is None else f" within the deadline of the process group, {deadline:g} s"
     return errors.CollectiveError(
-        f"the plain collective of a site failed on rank {process_group.rank()} of the group",
-        where=f"{_where(group)} of {process_group.size()} ranks",
+        f"the plain collective of a site failed on rank {origin.ranks[process_group.rank()]} of the group",
+        where=_where(origin.label) + ("" if origin.is_part else f" of {process_group.size()} ranks"),
         got=text.splitlines()[0] if text else "no text",
         expected=f"all ranks run it{within}",
         fix="look at ranks that stopped before this site, or that do not report this error; "
@@ -175,5 +198,5 @@ def _collective_error(group: str, device: str, text: str) -> errors.CollectiveEr
     )
 
 
-def _where(group: str) -> str:
-    return f"{_current.op} at site '{_current.site}', group '{group}'"
+def _where(label: str) -> str:
+    return f"{_current.op} at site '{_current.site}', {label}"

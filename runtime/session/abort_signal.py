@@ -15,6 +15,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
 from .. import errors
+from .origin import Origin
 from .wait_limit import WaitLimit
 
 T = TypeVar("T")
@@ -37,6 +38,8 @@ class AbortSignal:
         """The C++ session, None while it is being made."""
         self.token = ""
         """A text that is equal on all ranks of the session, and no other session's."""
+        self.origin: Origin | None = None
+        """The group that the user named, None before the session's ranks are known."""
 
     def set(self, reason: str) -> bool:
         """End this rank's waits. Do not wait for them. Return False where that was done before."""
@@ -130,6 +133,14 @@ def mark(members: Any, reason: str) -> bool:
             return False
         _process.aborted[members] = reason
         return True
+
+
+def mark_like(made: Any, origin: Any) -> None:
+    """Make later sessions of `made`, a group of ours, fail where the group that it is made from was aborted before."""
+    with _process.lock:
+        reason = _process.aborted.get(origin)
+    if reason is not None:
+        mark(made, reason)
 
 
 def signals() -> list[AbortSignal]:

@@ -27,7 +27,7 @@ from .. import errors, settings
 from ..extension import extension
 from ..matmul_algorithms import loading as matmul_algorithms
 from ..site_id import SiteId
-from . import abort_signal, host_groups, plan_announcements, topology, watchdog
+from . import abort_signal, host_groups, origin_sessions, plan_announcements, topology, watchdog
 from .arena_size import SIZE_STEP, round_slot_bytes
 from .host import has_ended, host_id
 from .plan_check import check_group_size
@@ -75,11 +75,14 @@ def bind(group: str, device: str, slot_bytes: int, op: str, site: str) -> Sessio
         session = _make_session(group, device, rank, ranks, None, None, "local", "a group of one rank")
     else:
         watchdog.start()  # for SIGUSR1 while this rank waits for the others
-        exchange = Exchange(host_groups.store_of(process_group), group, device, rank, ranks, op, site, abort)
+        store, origin = host_groups.store_of(process_group), host_groups.origin_of(process_group)
+        exchange = Exchange(store, group, device, rank, ranks, op, site, abort, origin)
         try:
             session = _bind_ranks(exchange, device, slot_bytes)
         except BaseException as error:  # also Ctrl-C: the peers need not wait for this rank
             exchange.fail_with(error)
+            if exchange.is_part and isinstance(error, errors.RankError):
+                origin_sessions.tell(exchange, error)
             raise
     session.abort = abort
     abort.attach(session.core)
@@ -119,7 +122,7 @@ def _make_session(
 def _bind_ranks(exchange: Exchange, device: str, slot_bytes: int) -> Session:
     """Choose the transport and set up its memory, in step with all ranks."""
     group, rank, ranks = exchange.group, exchange.rank, exchange.ranks
-    doing = f"the first call of group '{group}'"
+    doing = f"the first call of {exchange.label}"
     hosts = _exchange_hosts(exchange, device, slot_bytes, doing)
     host_groups.complete(group, exchange.prefix, f"{exchange.op} at site '{exchange.site}'", exchange.abort)
     choice = topology.choose_transport(_exchange_topology(exchange, device, hosts, doing))
@@ -131,6 +134,7 @@ def _bind_ranks(exchange: Exchange, device: str, slot_bytes: int) -> Session:
     slot_bytes = round_slot_bytes(max(host["slot"] for host in hosts))
     # On CUDA the slots are elsewhere: shared memory then only holds the hosts' words.
     arena = extension().ShmArena(rank=rank, ranks=ranks, slot_bytes=SIZE_STEP if device == "cuda" else slot_bytes)
+    _join_origin(arena, exchange)
     try:
         reason = _attach_to_peers(exchange, arena, doing)
         if reason:
@@ -143,6 +147,11 @@ def _bind_ranks(exchange: Exchange, device: str, slot_bytes: int) -> Session:
         raise
 
 
+def _join_origin(arena: Any, exchange: Exchange) -> None:
+    """Make the errors of a C++ arena name ranks of the group that the user named."""
+    arena.join_origin(exchange.origin_key, exchange.origin.group, exchange.numbers if exchange.is_part else ())
+
+
 def _bind_cuda(exchange: Exchange, host: Any, slot_bytes: int, doing: str) -> Session:
     """Make the symmetric memory of the group. `host`: its shared memory, attached to all peers'."""
     from . import symm_mem
@@ -151,6 +160,7 @@ def _bind_cuda(exchange: Exchange, host: Any, slot_bytes: int, doing: str) -> Se
     symmetric = symm_mem.SymmetricArena(host, group, rank, ranks, slot_bytes, exchange.abort)
     tokens = exchange.gather("allocated", {"slot": slot_bytes, "name": symmetric.data_address}, "init", doing)
     symmetric.rendezvous([token["name"] for token in tokens])
+    _join_origin(symmetric.core, exchange)
     exchange.gather("ready", {}, "init", doing)
     return _make_session(group, exchange.device, rank, ranks, exchange, symmetric, "symmetric memory", "")
 
@@ -166,7 +176,8 @@ def _attach_to_peers(exchange: Exchange, arena: Any, doing: str) -> str:
         for peer, address in enumerate(exchange.gather("arena", own, "init", doing)):
             problem = "" if peer == exchange.rank else arena.attach(peer, address["control"], address["data"])
             if problem:
-                reason = reason or f"its rank {exchange.rank} cannot map the memory of rank {peer} ({problem})"
+                own_number, number = exchange.number, exchange.numbers[peer]
+                reason = reason or f"its rank {own_number} cannot map the memory of rank {number} ({problem})"
                 unreachable[peer] = int(address["control"].partition(":")[0])
         late = time.monotonic() + _LATE_S
 
@@ -203,9 +214,9 @@ def _exchange_hosts(exchange: Exchange, device: str, slot_bytes: int, doing: str
         peer_versions = {key: host[key] for key in versions}
         if peer_versions != versions:
             raise errors.BuildMismatchError(
-                f"ranks {exchange.rank} and {peer} of the group run different builds",
-                got=f"rank {peer}: {peer_versions}",
-                expected=f"rank {exchange.rank}: {versions}",
+                f"ranks {exchange.number} and {exchange.numbers[peer]} of {exchange.label} run different builds",
+                got=f"rank {exchange.numbers[peer]}: {peer_versions}",
+                expected=f"rank {exchange.number}: {versions}",
                 fix="install the same ub_overlap and torch on all ranks",
             )
     if len({host.get("algorithms", "") for host in hosts}) > 1:

@@ -59,14 +59,16 @@ class _Last:
 def flight_record(group: Group = None) -> list[dict[str, Any]]:
     """Return the last calls of `group`, or of every group of this process where it is None.
 
-    One dict per group and device type: "group", "id" (equal on all ranks), "device", "rank", "ranks", "transport",
-    "calls" (made so far), "waiting_for" (ranks, now) and "records": the last calls, oldest first, each a dict of
+    One dict per group and device type: "group", "id" (equal on all ranks), "device", "rank", "ranks" (how many), "transport",
+    "members" (ranks), "calls" (made so far), "waiting_for" (ranks, now) and "records": the last calls, oldest first, each a
+    dict of
 
     - number, epoch: the count of the group's calls, and of those on its own transport
     - state: "enqueued" (waits for its plan or memory), "issued" (on the GPU's stream), "started", "finished" or "failed"
     - op, site, strategy, shapes
     - enqueued_s, started_s, ended_s: host times in seconds since 1970; 0: not yet, or not known. "started" on a GPU: issued
 
+    Ranks are those of the group that the user named, also in its parts, which hierarchical collectives use.
     The setting `flight_calls` is the number of calls that are kept. Any thread may call this, also while an op waits.
     """
     name = None if group is None else name_of(group)
@@ -77,12 +79,14 @@ def _describe(signal: AbortSignal) -> dict[str, Any]:
     core = signal.core
     row: dict[str, Any] = {"group": signal.group, "id": signal.token, "device": signal.device}
     if core is None:  # its first call waits for the other ranks
-        return {**row, "rank": -1, "ranks": 0, "transport": "", "calls": 0, "waiting_for": [], "records": []}
+        return {**row, "rank": -1, "ranks": 0, "transport": "", "members": [], "calls": 0, "waiting_for": [], "records": []}
+    members = signal.origin.ranks if signal.origin else tuple(range(core.ranks))
     return {
         **row,
-        "rank": core.rank,
+        "rank": members[core.rank],
         "ranks": core.ranks,
         "transport": core.transport,
+        "members": list(members),
         "calls": core.calls,
         "waiting_for": core.waiting_for(),
         "records": [_record(row) for row in core.flight()],

@@ -23,6 +23,7 @@ from . import inherited_groups, own_groups
 from .abort_signal import AbortSignal
 from .group_creation import create, creation_limit
 from .host_layout import find_layout, world_hosts
+from .origin import Origin, make_origin
 
 _lock = threading.Lock()
 _origins: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], range, Any]] = weakref.WeakKeyDictionary()
@@ -50,6 +51,13 @@ def _name_groups_of(origin: Any) -> None:
         made = name_group(store, ranks.index(origin.rank()), len(ranks), name)
         _origins[made] = weakref.ref(origin), ranks, store
         own_groups.add_group(origin, name, made, name)
+
+
+def origin_of(group: Any) -> Origin:
+    """Return the origin of a process group, of ours or c10d's."""
+    reference, ranks, _ = _origins.get(group, (None, None, None))
+    origin = reference() if reference else None
+    return make_origin(group) if origin is None else make_origin(origin, ranks)
 
 
 def store_of(group: Any) -> Any:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ub_overlap import _torch_compat as compat
 
-from . import watchdog
+from . import abort_signal, watchdog
 
 
 @dataclass(eq=False)
@@ -37,7 +37,8 @@ _own_groups: list[_OwnGroup] = []
 
 
 def add_group(origin: Any, purpose: str, made: Any, name: str) -> None:
-    """End `made` with `origin`."""
+    """End `made` with `origin`, at once where that was aborted."""
+    abort_signal.mark_like(made, origin)
     _own_groups.append(_OwnGroup(weakref.ref(origin), purpose, made, name))
     watchdog.call_at_poll(release_orphans)
 

@@ -74,7 +74,7 @@ def explain_timeout(exchange: Exchange, topic: str, digest: str, timeout: errors
         return timeout
     plans = {
         rank: announcement
-        for rank in timeout.ranks
+        for rank in map(exchange.numbers.index, timeout.ranks)
         if (announcement := exchange.read_key(_key(exchange.group, graph, rank))) is not None
     }
     mismatched = [rank for rank, plan in plans.items() if digest not in plan["digests"] and not plan.get("dropped")]

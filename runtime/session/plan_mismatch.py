@@ -41,16 +41,17 @@ def plan_mismatch_error(
     `plans`: digest, site, text and packed graphs by rank, of this rank and of the first mismatched rank.
     `suffix`: completes the first line.
     """
-    rank, first = exchange.rank, mismatched[0]
-    own, other = plans[rank], plans[first]
+    own, other = plans[exchange.rank], plans[mismatched[0]]
+    ranks = [exchange.numbers[rank] for rank in mismatched]
+    rank, first = exchange.number, ranks[0]
     difference = find_first_difference(own["text"], other["text"])
     if difference is None:
         difference = tuple(f"plan {plan['digest']}, at site '{plan['site']}'" for plan in (own, other))
     return errors.PlanMismatchError(
-        f"{errors.ranks_text(mismatched)} of the group compiled another plan than rank {rank}{suffix}",
-        ranks=mismatched,
+        f"{errors.ranks_text(ranks)} of the group compiled another plan than rank {rank}{suffix}",
+        ranks=ranks,
         diff=plan_graphs.explain_difference(own.get("graphs", ""), other.get("graphs", ""), (f"rank {rank}", f"rank {first}")),
-        where=f"group '{exchange.group}' at site '{own['site']}'",
+        where=f"{exchange.label} at site '{own['site']}'",
         got=f"rank {first}: {difference[1]}",
         expected=f"rank {rank}: {difference[0]}",
         fix=_fix(*difference),

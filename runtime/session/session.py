@@ -24,7 +24,7 @@ from .. import errors
 from ..autotune import Tuner
 from ..extension import extension
 from ..schedule.steps import FUSED_SLOT, SLOTS
-from . import channels, spared_multiprocessors
+from . import channels, origin_sessions, spared_multiprocessors
 from .abort_signal import AbortSignal
 from .arena_size import round_slot_bytes
 from .plan_check import check_group_size, check_plans
@@ -47,6 +47,8 @@ class Session:
         self.message_bytes = 0
         """Bytes of a message that a channel between neighbours holds; 0 without channels."""
         # Without an arena every alternative runs as the same plain c10d collective: nothing to agree on.
+        if exchange is not None:
+            origin_sessions.add(self, exchange)
         self._tuner = Tuner(exchange if arena is not None else None, str(core.device))
 
     @property
@@ -72,6 +74,44 @@ class Session:
         """Number of arena growths."""
         return self._growths
 
+    @property
+    def arena_core(self) -> Any:
+        """The C++ arena; None without one."""
+        return getattr(self._arena, "core", self._arena)
+
+    @property
+    def label(self) -> str:
+        """The group, for errors."""
+        return f"group '{self.group}'" if self._exchange is None else self._exchange.label
+
+    @property
+    def number(self) -> int:
+        """The number of this rank in the group that the user named."""
+        return int(self.core.rank) if self._exchange is None else self._exchange.number
+
+    def tell_plain_groups(self, error: errors.RankError) -> None:
+        """Tell the groups of the same origin that have no arena of the failure of this one. C++ has told the others."""
+        if self._exchange is not None:
+            origin_sessions.tell(self._exchange, error, plain_only=True)
+
+    def tell_origin_group(self, error: errors.RankError) -> None:
+        """Tell the other groups of the origin that this one has failed, where it is a part of it."""
+        if self._exchange is not None and self._exchange.is_part:
+            origin_sessions.tell(self._exchange, error)
+
+    def show_wait(self) -> None:
+        """Show the ranks that wait for this one in other groups of the same origin that it waits here."""
+        if self._exchange is not None and self._exchange.is_part:
+            extension().show_wait(self._exchange.origin_key)
+
+    def find_failure_of_other_group(self, op: str, site: str) -> errors.RankError | None:
+        """Return the failure of another group of the same origin, of which a peer of this one has told; None without one."""
+        exchange = self._exchange
+        if exchange is None or not exchange.is_part:
+            return None
+        exchange.op, exchange.site = op, site
+        return exchange.find_failure_of_other_group()
+
     def reserve(self, slot_bytes: int) -> str:
         """Return a digest whose next call grows the slots to `slot_bytes`.
 
@@ -85,7 +125,7 @@ class Session:
         """Return the error of a failed call without consuming it: the next op on the group and `check` still raise it."""
         try:
             if self._arena is not None:
-                memory = getattr(self._arena, "core", self._arena)
+                memory = self.arena_core
                 memory.watch()  # a device does not see that a peer's process is gone
                 extension().Arena.check(memory)
         except errors.UbOverlapError as error:
@@ -110,6 +150,8 @@ class Session:
                 self.grow(largest, op, site)
         except BaseException as error:  # also Ctrl-C: without an arena the peers have no other way to learn of it
             exchange.fail_with(error)
+            if isinstance(error, errors.RankError):
+                self.tell_origin_group(error)
             raise
 
     def grow(self, needed: int, op: str, site: str, slot: int = 0) -> None:
@@ -209,7 +251,7 @@ class Session:
         except BaseException as error:  # also Ctrl-C: the peers need not wait for this rank
             exchange.fail_with(error)
             # A peer may have its channels by now. Another attempt would read this one's texts in the Store.
-            extension().Arena.fail(getattr(self._arena, "core", self._arena), error, exchange.op, exchange.site)
+            extension().Arena.fail(self.arena_core, error, exchange.op, exchange.site)
             raise
         self.core.set_channels(made.core)
         self.message_bytes = made.message_bytes
@@ -284,7 +326,7 @@ def _check_calls(exchange: Exchange, records: Sequence[dict[str, Any]]) -> None:
     for rank, theirs in enumerate(calls):
         if theirs == own:
             continue
-        sides = [(rank, theirs), (exchange.rank, own)]
+        sides = [(exchange.numbers[rank], theirs), (exchange.number, own)]
         (culprit, got), (reporter, expected) = sides[::-1] if calls.count(theirs) > calls.count(own) else sides
         raise make_error(
             "SiteMismatchError",
@@ -296,28 +338,29 @@ def _check_calls(exchange: Exchange, records: Sequence[dict[str, Any]]) -> None:
 
 
 def _size_mismatch(exchange: Exchange, rank: int, got: int, expected: int) -> errors.ShapeMismatchError:
+    number = exchange.numbers[rank]
     return errors.ShapeMismatchError(
-        f"ranks {exchange.rank} and {rank} have different sizes in one call",
-        ranks=(rank,),
-        where=f"{exchange.op} at site '{exchange.site}', group '{exchange.group}'",
-        got=f"rank {rank}: {got} bytes of landing area",
-        expected=f"rank {exchange.rank}: {expected} bytes",
+        f"ranks {exchange.number} and {number} have different sizes in one call",
+        ranks=(number,),
+        where=f"{exchange.op} at site '{exchange.site}', {exchange.label}",
+        got=f"rank {number}: {got} bytes of landing area",
+        expected=f"rank {exchange.number}: {expected} bytes",
         fix="give all ranks of a group the same shapes and dtypes, or disable the site",
     )
 
 
 def _not_abandoned(exchange: Exchange, error: errors.RankError) -> errors.SiteMismatchError:
     """Return the error for a collective that this rank has abandoned alone. `error`: what ended its wait for the others."""
-    others = [rank for rank in range(exchange.ranks) if rank != exchange.rank]
-    ranks = [rank for rank in error.ranks if rank != exchange.rank] or others
+    others = [number for number in exchange.numbers if number != exchange.number]
+    ranks = [number for number in error.ranks if number != exchange.number] or others
     return errors.SiteMismatchError(
-        f"{exchange.op} was started and not finished on rank {exchange.rank}, as after an exception, and not so on "
+        f"{exchange.op} was started and not finished on rank {exchange.number}, as after an exception, and not so on "
         f"{errors.ranks_text(ranks)}",
         ranks=ranks,
-        where=f"{exchange.op} at site '{exchange.site}', group '{exchange.group}'",
+        where=f"{exchange.op} at site '{exchange.site}', {exchange.label}",
         got=str(error).partition("\n")[0],
         expected="an exception at the same place on all ranks, which then end the collective together",
-        fix=f"look at the first exception of rank {exchange.rank}; to go on after it, destroy the process group on all ranks "
+        fix=f"look at the first exception of rank {exchange.number}; to go on after it, destroy the process group on all ranks "
         "and make it again",
     )
 
@@ -326,12 +369,13 @@ def _other_abandoned(exchange: Exchange, rank: int, theirs: dict[str, Any], own:
     def name(record: dict[str, Any]) -> str:
         return f"{record['op']} at site '{record['site']}' in split slot {record['slot']}"
 
+    number = exchange.numbers[rank]
     return errors.SiteMismatchError(
-        f"ranks {exchange.rank} and {rank} have left other split collectives without a finish",
-        ranks=(rank,),
-        where=f"{exchange.op} at site '{exchange.site}', group '{exchange.group}'",
-        got=f"rank {rank}: {name(theirs)}",
-        expected=f"rank {exchange.rank}: {name(own)}",
+        f"ranks {exchange.number} and {number} have left other split collectives without a finish",
+        ranks=(number,),
+        where=f"{exchange.op} at site '{exchange.site}', {exchange.label}",
+        got=f"rank {number}: {name(theirs)}",
+        expected=f"rank {exchange.number}: {name(own)}",
         fix="look at the first exception of each rank: all ranks must leave a step at one place, or use a new group",
     )
 

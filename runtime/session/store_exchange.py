@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 from .. import errors, settings
 from .abort_signal import AbortSignal
 from .daemon_thread import run_in_daemon_thread
+from .origin import Origin
 from .wait_limit import WaitLimit
 
 T = TypeVar("T")
@@ -34,7 +35,8 @@ def deadline_seconds(deadline: Deadline) -> float:
 class Exchange:
     """Exchanges between the ranks of a group, each under a topic that is used once.
 
-    `op`, `site`: the call that needs them, for errors. `abort`: ends waits when the group is aborted.
+    `op`, `site`: the call that needs them, for errors. `abort`: ends waits when the group is aborted. `origin`: the group
+    that the user named, whose ranks errors name.
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class Exchange:
         op: str,
         site: str,
         abort: AbortSignal | None = None,
+        origin: Origin | None = None,
     ) -> None:
         self.store, self.group, self.device, self.rank, self.ranks = store, group, device, rank, ranks
         self.op, self.site = op, site
         self.abort = abort or AbortSignal(group)
+        self.origin = self.abort.origin = origin or Origin(group, group, tuple(range(ranks)))
         self._store_hangs = False  # the Store did not answer: another request may never return
         # One Store may serve several sessions of a group name in turn. All ranks count the same number of them.
         number = self._request(lambda _: store.add(f"ub_overlap/{device}/sessions/{rank}", 1), deadline_seconds("init"), {})
@@ -61,12 +65,37 @@ class Exchange:
         """The prefix of its keys, which no other exchange of its Store has."""
         return self._prefix
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """By rank, its number in the group that the user named."""
+        return self.origin.ranks
+
+    @property
+    def origin_key(self) -> str:
+        """A key of the group that the user named, for its sessions on one device type."""
+        return f"{self.origin.key}/{self.device}"
+
+    @property
+    def number(self) -> int:
+        """The number of this rank in the group that the user named."""
+        return self.numbers[self.rank]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the group is one of ours, made from the one that the user named."""
+        return self.origin.is_part
+
+    @property
+    def label(self) -> str:
+        """The group, for errors."""
+        return self.origin.label
+
     def _key(self, topic: str, rank: int) -> str:
         return f"{self._prefix}/{topic}/{rank}"
 
     def fail(self, text: str) -> None:
         """Tell the peers that wait for this rank that it has failed. Wait at most a second for the Store."""
-        self._tell({"rank": self.rank, "text": text}, [self._key("failed", self.rank)])
+        self._tell({"rank": self.number, "text": text}, [self._key("failed", self.rank)])
 
     def fail_with(self, error: BaseException) -> None:
         """Tell the peers that this rank has failed with `error`, and whose fault that is.
@@ -76,7 +105,20 @@ class Exchange:
         """
         is_for_all = isinstance(error, (errors.PeerTimeoutError, errors.PeerFailedError, errors.GroupAbortedError))
         own = self._key("failed", self.rank)
-        self._tell(errors.to_peers(error, self.rank), [own, self._any_failure] if is_for_all else [own])
+        self._tell(errors.to_peers(error, self.number), [own, self._any_failure] if is_for_all else [own])
+
+    def tell_of_other_group(self, error: errors.RankError) -> None:
+        """Tell the peers that another group of the same origin has failed, also those that wait for other ranks."""
+        report = {**errors.to_peers(error, -1), "rank": self.number}
+        self._tell(report, [self._key("failed", self.rank), self._any_failure])
+
+    def find_failure_of_other_group(self) -> errors.RankError | None:
+        """Return the error of which `tell_of_other_group` has told, None without one. Wait at most a second for the Store."""
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            report = None if self._store_hangs else self._run(lambda _: self.read_key(self._any_failure), _FAIL_S)
+            if report and report.get("ranks"):
+                return errors.from_peers(report, self.number, self.op, self.site)
+        return None
 
     @property
     def _any_failure(self) -> str:
@@ -104,7 +146,7 @@ class Exchange:
         with contextlib.suppress(TimeoutError, RuntimeError):
             if not self._store_hangs:
                 self._run(body, 1.25 * seconds)
-                return tuple(silent)
+                return tuple(self.numbers[rank] for rank in silent)
         return ()
 
     def read_key(self, key: str) -> dict[str, Any] | None:
@@ -170,7 +212,7 @@ class Exchange:
         with contextlib.suppress(errors.PeerFailedError):  # a peer that reports the same Store failure
             if check:
                 check()  # names the peer whose process hosted the Store, where that is visible
-        missing = [rank for rank in range(self.ranks) if rank not in texts and rank != self.rank]
+        missing = [self.numbers[rank] for rank in range(self.ranks) if rank not in texts and rank != self.rank]
         fix = "look at the process that hosts the Store: rank 0 of the world, or the launcher"
         raise self._timeout_error(what, missing, "store", f"nothing from {errors.ranks_text(missing)}", fix)
 
@@ -187,14 +229,16 @@ class Exchange:
             cancelled.set()
 
     def _where(self) -> str:
-        return f"{self.op} at site '{self.site}', group '{self.group}' of {self.ranks} ranks"
+        size = "" if self.is_part else f" of {self.ranks} ranks"
+        return f"{self.op} at site '{self.site}', {self.label}{size}"
 
     def gone_error(self, rank: int, topic: str) -> errors.PeerTimeoutError:
         """Return the error for a rank whose process ended before it arrived at `topic`."""
-        late = errors.ranks_text([rank])
+        number = self.numbers[rank]
+        late = errors.ranks_text([number])
         what = f"{late} of the group is gone: its process ended while the group was set up"
         fix = f"look at the log of {late}"
-        return self._timeout_error(what, [rank], topic, f"nothing from {late}", fix, is_gone=True)
+        return self._timeout_error(what, [number], topic, f"nothing from {late}", fix, is_gone=True)
 
     def _timeout_error(
         self, what: str, missing: Sequence[int], phase: str, got: str, fix: str, is_gone: bool = False, waited_s: float = 0.0
@@ -205,8 +249,8 @@ class Exchange:
             op=self.op,
             site=self.site,
             phase=phase,
-            reporter=self.rank,
-            where=f"{self._where()}; noticed by rank {self.rank}",
+            reporter=self.number,
+            where=f"{self._where()}; noticed by rank {self.number}",
             got=got,
             expected=f"{self.ranks} ranks",
             fix=fix,
@@ -244,10 +288,11 @@ class Exchange:
             if failure:
                 continue  # a text that the peer wrote before it failed counts first: poll once more
             if end.is_over():
-                late = errors.ranks_text(missing)
+                numbers = [self.numbers[rank] for rank in missing]
+                late, arrived = errors.ranks_text(numbers), errors.ranks_text([self.numbers[rank] for rank in sorted(texts)])
                 what = f"{late} of the group did not arrive at {doing} within {timeout_s:g} s"
                 fix = f"look at the log and the stack of {late}; if it is only slow, {settings.advise(f'{deadline}_timeout_s')}"
-                raise self._timeout_error(what, missing, topic, errors.ranks_text(sorted(texts)), fix, waited_s=timeout_s)
+                raise self._timeout_error(what, numbers, topic, arrived, fix, waited_s=timeout_s)
             cancelled.wait(pause)
             pause = min(pause * 1.5, 0.02)
 
@@ -260,5 +305,5 @@ class Exchange:
             return error
         for key in (*(self._key("failed", rank) for rank in missing), self._any_failure):
             if self.store.check([key]):
-                return errors.from_peers(json.loads(self.store.get(key)), self.rank, self.op, self.site)
+                return errors.from_peers(json.loads(self.store.get(key)), self.number, self.op, self.site)
         return None

@@ -12,7 +12,9 @@ class Arena:
     def check(self) -> None:
         """Raise what a peer reported."""
     def watch(self) -> None:
-        """End waits of a device for a rank that is gone or has failed. For a watchdog."""
+        """End waits of a device for a rank that is gone or has failed, and tell other parts of the origin. For a watchdog."""
+    def join_origin(self, key: str, name: str, ranks: Sequence[int]) -> None:
+        """Make errors name ranks of the group `name`, of which the arena's group has `ranks`; all of them where empty."""
     def fail(self, error: BaseException, op: str, site: str) -> None:
         """Tell all ranks of the exception of this one, and whose fault it is, unless they know of a failure."""
 
@@ -224,6 +226,9 @@ def site_stats() -> dict[str, dict[str, Any]]: ...
 def clear_stats() -> None: ...
 def last_trace(site: str) -> list[tuple[int, str, str, int, int, int]]:
     """Return (step, queue, kind, begin_ns, end_ns, bytes) for each step of the site's last traced call."""
+
+def show_wait(key: str) -> None:
+    """Show peers in the arenas of an origin group that this rank waits for a collective of c10d."""
 
 def sessions() -> list[Session]: ...
 def set_inherited_groups(names: Sequence[str]) -> None:

@@ -25,11 +25,12 @@ def _write(
     ranks: int = 3,
     state: str = "finished",
     waiting: Sequence[int] = (),
+    members: Sequence[int] = (),
     time: float = 1.0,
 ) -> None:
     records = [_record(i + 1, site, state if i + 1 == len(sites) else "finished") for i, site in enumerate(sites)]
     group = {"group": "tp", "id": "abc", "device": "cpu", "rank": rank, "ranks": ranks, "transport": "shared memory"}
-    group |= {"calls": len(sites), "waiting_for": list(waiting), "records": records}
+    group |= {"calls": len(sites), "waiting_for": list(waiting), "members": list(members), "records": records}
     content = {"version": 1, "rank": rank, "pid": 7, "host": "h", "time": time, "reason": "SIGUSR1", "groups": [group]}
     (folder / f"rank{rank}-h-{int(time)}.json").write_text(json.dumps(content))
 
@@ -50,6 +51,16 @@ def test_a_rank_that_is_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "rank 1 did not make call 2: bulk all_gather at site 'a/1' (input[4, 4] float)" in text
     assert "the last call of rank 1, 1, is finished: bulk all_gather at site 'a/0'" in text
     assert "rank 0: 3 calls, the last started, waits for rank 1  (rank0-h-1.json)" in text
+
+
+def test_a_part_of_a_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks are those of the group that the user named: a part without its first rank misses none."""
+    for rank in (1, 3):
+        _write(tmp_path, rank, ["a/0"], ranks=2, members=(1, 3))
+    assert _merge(tmp_path, capsys)[1]["ranks_at_fault"] == []
+    (tmp_path / "rank3-h-1.json").unlink()
+    _, finding, text = _merge(tmp_path, capsys)
+    assert finding["ranks_at_fault"] == [3] and "rank 3 left no record" in text
 
 
 def test_ranks_that_disagree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,8 +204,8 @@ def test_a_rank_that_does_not_make_its_group(hosts4: RankPool) -> None:
     """The ranks that wait for it name it and the site, at the deadline. An abort of the user's group ends such a wait."""
     found = hosts4.run(stays_away, 2.0)
     assert found[2]["error"] == "GroupAbortedError", found[2]
-    assert found[1]["error"] == "PeerTimeoutError" and found[1]["ranks"] == (1,), found[1]
-    assert "2x2.across" in found[1]["text"] and "/forward.0.first" in found[1]["text"]
+    assert found[1]["error"] == "PeerTimeoutError" and found[1]["ranks"] == (3,), found[1]
+    assert "ranks 1, 3 of group '" in found[1]["text"] and "/forward.0.first" in found[1]["text"]
 
 
 def stays_away(rank: int, world: int, init_s: float) -> dict[str, Any]:

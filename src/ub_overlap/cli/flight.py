@@ -134,7 +134,7 @@ def _judge(rows: Mapping[int, tuple[float, Mapping[str, Any], Mapping[str, Any]]
     first = next(iter(rows.values()))[1]
     finding = Finding(str(first["group"]), str(first["device"]), int(first["ranks"]), members)
     lines: list[str] = []
-    missing = [rank for rank in range(finding.ranks) if rank not in rows]
+    missing = [rank for rank in first.get("members") or range(finding.ranks) if rank not in rows]
     fault = list(missing)
     if missing:
         lines.append(f"{ranks_text(missing)} left no record: killed, stopped, on another host, or with another folder")
