@@ -20,6 +20,7 @@ os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR",
     str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ub_overlap_tests", f"torch-{version('torch')}")),
 )
+os.environ.pop("COLUMNS", None)  # a terminal's width must not decide what tests read
 if sys.platform == "linux":
     os.environ.setdefault("CXX", str(Path(__file__).parent / "harness/bin/g++"))
 
