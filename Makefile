@@ -1,9 +1,10 @@
 # Two commands: `make demo` and `make test`. Each does all its own set-up (.venv, torch, the extension); a second call is quick.
 #   make demo ARGS="--steps 40 --layers 4"     make test ARGS="tests/cli -k info"     make PYTHON=python3.12 test
-#   make WORKERS=4 test
+#   make WORKERS=4 test     make PYTEST="-x --lf" test    adds to the arguments of pytest
 # Three tiers of tests: `make check`, `make test`, `make full`; tests/harness/tiers.py says which test is in which.
 PYTHON ?= python3
 ARGS ?=
+PYTEST ?=
 WORKERS ?= 2
 
 VENV := .venv
@@ -28,7 +29,7 @@ demo: $(VENV)/.package
 	@$(BIN)/python examples/llama_tp/demo.py $(ARGS)
 
 # With ARGS, all tests that these name; else those of the tier.
-pytest = $(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n $(WORKERS) --tier $(1) tests)
+pytest = $(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n $(WORKERS) --tier $(1) tests) $(PYTEST)
 
 check: lint
 	@$(call pytest,check)

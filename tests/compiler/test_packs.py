@@ -22,10 +22,10 @@ from tests.diff.test_verify import verified
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 from tests.harness.tiers import full_but
-from tests.models.catalogue import DTENSOR, MEGATRON, Named
+from tests.models.catalogue import DTENSOR, MEGATRON, joined
 from tests.models.compare import compare
 
-MODELS: Named = {**DTENSOR, **MEGATRON}
+MODELS = joined(DTENSOR, MEGATRON)
 PACK_INDUCTOR: dict[str, Any] = {**INDUCTOR, "pack": "force"}
 SEEDS = 16
 

@@ -7,15 +7,13 @@ import pytest
 from tests.compiler.rank_compile import FORCE
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.tiers import full_but
-from tests.models.catalogue import DTENSOR, FSDP, MEGATRON, MESH, REPEATED, Named, unfit
+from tests.models.catalogue import MESH, MODELS, REPEATED, unfit
 from tests.models.compare import decide_sites
 
 pytestmark = pytest.mark.tier("test")
 
-MODELS: Named = {**DTENSOR, **MEGATRON, **FSDP}
 
-
-@pytest.mark.parametrize("name", full_but(REPEATED & MODELS.keys() - {"llama_dynamic"}, MODELS))
+@pytest.mark.parametrize("name", full_but(REPEATED & MODELS.keys(), MODELS))
 def test_structure(fake2: FakeRanks, name: str) -> None:
     if why := unfit(name):
         pytest.skip(why)

@@ -15,11 +15,10 @@ import torch
 from tests.compiler.rank_compile import FORCE, INDUCTOR, check
 from tests.harness.ranks import RankPool
 from tests.harness.tiers import full_but, in_full
-from tests.models.catalogue import DTENSOR, EXTERNAL, FSDP, MEGATRON, MESH, ODD, REPEATED, SINGLE, Named, unfit
+from tests.models.catalogue import ALL, EXTERNAL, MESH, ODD, REPEATED, unfit
 
 pytestmark = pytest.mark.tier("test")
 
-ALL: Named = {**DTENSOR, **MEGATRON, **FSDP, **SINGLE}
 INNER = ("llama_b1", "llama_b2", "llama_dynamic", "mlp_gated_bias", "fsdp_mixed_2d", "mlp_reduce_gated", "attention_dim1_bias")
 INNER_REPEATED = {"llama_b1", "llama_dynamic", "attention_dim1_bias"}
 LOW = ("llama_b2", "mlp_gated_bias", "mlp_dim1", "mlp_reduce_gated", "gather_k", "mm_scatter_n", "gather_other_user")

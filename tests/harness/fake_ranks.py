@@ -42,13 +42,13 @@ class FakeRanks:
     def group(self) -> Iterator[None]:
         """Make the default group of this process a fake one of `world` ranks."""
         dist.init_process_group("fake", store=compat.FakeStore(), rank=0, world_size=self.world)
-        torch.compiler.reset()
-        forget_meshes()
-        torch.manual_seed(0)
-        random.seed(0)
         before = settings.current()
-        settings.keep(replace(before, **self._chosen))
         try:
+            torch.compiler.reset()
+            forget_meshes()
+            torch.manual_seed(0)
+            random.seed(0)
+            settings.keep(replace(before, **self._chosen))
             with mock.patch.object(transport, "unsupported_reason", _served), mock.patch.multiple(binding, **_ALONE):
                 yield
         finally:

@@ -50,16 +50,21 @@ GRACE = 5.0  # seconds for the other ranks to finish after one has failed
 class RankError(RuntimeError):
     """One or more ranks raised. `failures` maps rank -> (exception type name, message, traceback text).
 
-    Ranks that raised the same are named together.
+    Ranks that raised the same type in the same place are named together: one traceback, and the messages that differ.
     `stacks`: of the ranks that had not finished, and what all had run before: one of these may have left the group out of step.
     """
 
     def __init__(self, world: int, failures: dict[int, tuple[str, str, str]], unfinished: list[int], stacks: str) -> None:
         self.failures = failures
-        alike: dict[tuple[str, str, str], list[int]] = {}
-        for rank, failure in sorted(failures.items()):
-            alike.setdefault(failure, []).append(rank)
-        parts = [f"{_ranks_of(ranks, world)} raised {failure[0]}:\n{failure[2]}" for failure, ranks in alike.items()]
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for rank, (name, _, text) in sorted(failures.items()):
+            frames = [line for line in text.splitlines() if line.startswith("  File ")]
+            alike.setdefault((name, *frames), []).append(rank)
+        parts = []
+        for ranks in alike.values():
+            name, message, text = failures[ranks[0]]
+            parts.append(f"{_ranks_of(ranks, world)} raised {name}:\n{text}")
+            parts += [f"rank {rank}: {failures[rank][1]}" for rank in ranks[1:] if failures[rank][1] != message]
         if unfinished:
             parts.append(f"ranks {unfinished} did not finish within {GRACE:g} s after that and were killed\n{stacks}")
         super().__init__("\n".join(parts))

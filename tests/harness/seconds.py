@@ -1,6 +1,6 @@
 """Seconds of the tests by file and tier: recorded by a run, read to order the next one, and shown in CONTRIBUTING.md.
 
-pytest -n 2 --tier full --record tests      adds what it measured to tests/harness/seconds.json
+pytest -n 2 --tier full --record tests      stores what it measured in tests/harness/seconds.json, for whole files
 python -m tests.harness.seconds             writes the table of CONTRIBUTING.md
 """
 
@@ -49,9 +49,11 @@ class Recorder:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workerinput"):  # xdist: the controller sees all reports
             return
-        stored = load()
+        stored, last = load(), session.config.getoption("--tier") or TIERS[-1]
+        for file in {file for file, _ in self._seconds}:  # what ran is measured anew: a file may have lost its tests of a tier
+            stored[file] = {t: kept for t, kept in stored.get(file, {}).items() if TIERS.index(t) > TIERS.index(last)}
         for (file, tier), (tests, seconds) in self._seconds.items():
-            stored.setdefault(file, {})[tier] = [tests, round(seconds, 1)]
+            stored[file][tier] = [tests, round(seconds, 1)]
         kept = {file: tiers for file, tiers in sorted(stored.items()) if Path(file).is_file()}
         STORED.write_text(json.dumps(kept, indent=0) + "\n")
 

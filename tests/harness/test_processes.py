@@ -80,3 +80,17 @@ def test_stacks_of_a_rank_that_waits_for_a_failed_one(monkeypatch: pytest.Monkey
     text = text_of_failure(RankError, rank_processes.fail_alone)
     assert "rank 1 of 2 raised ValueError" in text and "ranks [0] did not finish within 0.5 s" in text
     assert " in fail_alone" in text.partition("did not finish")[2]
+
+
+def test_an_error_of_several_ranks_is_printed_once() -> None:
+    """One traceback for what ranks raised in the same place, with the messages of the others; an error elsewhere has its own."""
+    failures = {rank: _failure("guess", f"rank {rank} is off") for rank in range(3)} | {3: _failure("other", "elsewhere")}
+    text = str(RankError(4, failures, [], ""))
+    assert text.count("Traceback") == 2 and text.count("in guess") == 1
+    assert "ranks 0, 1, 2 of 4 each raised ValueError" in text and "rank 3 of 4 raised ValueError" in text
+    assert all(f"rank {rank} is off" in text for rank in range(3))
+
+
+def _failure(function: str, message: str) -> tuple[str, str, str]:
+    text = f'Traceback (most recent call last):\n  File "a.py", line 3, in {function}\n    raise ValueError\nValueError: {message}\n'
+    return "ValueError", message, text

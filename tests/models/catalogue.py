@@ -29,7 +29,7 @@ DTENSOR: Named = {
     "llama_reduce": (_LLAMA, {"sequence": False}),
     "llama_reduce_loss_parallel": (_LLAMA, {"sequence": False, "head": "loss_parallel"}),
     "mlp": (_MLP, {}),
-    "mlp_dim0": (_MLP, {"along": 0, "batch": 8}),
+    "mlp_along0": (_MLP, {"along": 0, "batch": 8}),
     "mlp_uneven": (_MLP, {"length": 17}),
     "mlp_uneven_b1": (_MLP, {"length": 17, "batch": 1}),
 }
@@ -96,6 +96,18 @@ def unfit(name: str) -> str:
 
 
 SINGLE: Named = {name: ("tests.models.forms", {"name": name}) for name in FORMS}
+
+
+def joined(*parts: Named) -> Named:
+    """Return the models of all parts. ValueError for a name in two of them: one would hide the other."""
+    names = [name for part in parts for name in part]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"names of two models: {', '.join(sorted(twice))}")
+    return {name: entry for part in parts for name, entry in part.items()}
+
+
+MODELS: Named = joined(DTENSOR, MEGATRON, FSDP)
+ALL: Named = joined(MODELS, SINGLE)
 
 # For 3, 5, 6 and 7 ranks, which do not divide the heads and widths of any model.
 ODD = (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.gpu.lockstep import Lockstep
-from tests.models.catalogue import DTENSOR, EXTERNAL, FSDP, MEGATRON, MESH, ODD, SINGLE, Named, unfit
+from tests.models.catalogue import ALL, EXTERNAL, MESH, ODD, unfit
 from tests.models.compare import compare
 from ub_overlap.runtime.session import session
 
@@ -57,7 +57,6 @@ def package_of(name: str) -> str:
 
 RANKS = int(os.environ.get("WORLD_SIZE", "2"))
 Entry = tuple[str, dict[str, Any]]
-EVERY: Named = {**DTENSOR, **MEGATRON, **FSDP, **SINGLE}
 
 
 def cases() -> Iterator[Any]:
@@ -67,21 +66,21 @@ def cases() -> Iterator[Any]:
         return pytest.param(name.split()[0], entry, options, id=name, marks=[] if quick else pytest.mark.full)
 
     if RANKS not in (2, 4, 8):
-        yield from (case(f"{name} aot_eager", EVERY[name], EAGER) for name in ODD)
+        yield from (case(f"{name} aot_eager", ALL[name], EAGER) for name in ODD)
         return
-    yield from (case(f"{name} aot_eager", EVERY[name], EAGER) for name in FIRST)
-    yield from (case(f"{name} inductor", EVERY[name], INDUCTOR, i < 2) for i, name in enumerate(INNER))
+    yield from (case(f"{name} aot_eager", ALL[name], EAGER) for name in FIRST)
+    yield from (case(f"{name} inductor", ALL[name], INDUCTOR, i < 2) for i, name in enumerate(INNER))
     for dtype in (torch.bfloat16, torch.float16):
         for i, name in enumerate(LOW):
-            module, variant = EVERY[name]
+            module, variant = ALL[name]
             entry = (module, {**variant, "dtype": dtype})
             yield case(f"{name} {str(dtype)[6:]} aot_eager", entry, EAGER, i < 2 and dtype is torch.bfloat16)
     if RANKS == 4:
         yield from (case(f"{name} aot_eager", entry, EAGER) for name, entry in MESH.items())
     for chunks in (1, 2, 2 * RANKS):
         options = {**EAGER, "overrides": {"*": f"chunks={chunks}"}}
-        yield case(f"llama_b2 chunks={chunks}", EVERY["llama_b2"], options, quick=False)
-    yield from (case(f"{name} aot_eager", entry, EAGER, False) for name, entry in EVERY.items() if name not in FIRST)
+        yield case(f"llama_b2 chunks={chunks}", ALL["llama_b2"], options, quick=False)
+    yield from (case(f"{name} aot_eager", entry, EAGER, False) for name, entry in ALL.items() if name not in FIRST)
     if RANKS in (2, 4):
         # torchtitan after transformers in one process breaks the partitioner: torchtitan's own cases run elsewhere.
         yield from (case(f"{name} aot_eager", entry, EAGER, False) for name, entry in EXTERNAL.items() if name.startswith("hf"))
