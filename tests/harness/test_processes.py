@@ -83,7 +83,7 @@ def test_stacks_of_a_rank_that_waits_for_a_failed_one(monkeypatch: pytest.Monkey
 
 
 def test_an_error_of_several_ranks_is_printed_once() -> None:
-    """One traceback for what ranks raised in the same place, with the messages of the others; an error elsewhere has its own."""
+    """One traceback for what ranks raised in one place, and the messages of the others. An error elsewhere has its own."""
     failures = {rank: _failure("guess", f"rank {rank} is off") for rank in range(3)} | {3: _failure("other", "elsewhere")}
     text = str(RankError(4, failures, [], ""))
     assert text.count("Traceback") == 2 and text.count("in guess") == 1
@@ -92,5 +92,6 @@ def test_an_error_of_several_ranks_is_printed_once() -> None:
 
 
 def _failure(function: str, message: str) -> tuple[str, str, str]:
-    text = f'Traceback (most recent call last):\n  File "a.py", line 3, in {function}\n    raise ValueError\nValueError: {message}\n'
+    where = f'  File "a.py", line 3, in {function}\n    raise ValueError\n'
+    text = f"Traceback (most recent call last):\n{where}ValueError: {message}\n"
     return "ValueError", message, text
