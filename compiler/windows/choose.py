@@ -51,7 +51,7 @@ def choose_splits(
 
     `overrides`: by number of the candidate. `parameters`: as in `Window.is_at_the_edge`.
     """
-    forced = _without_form(candidates, assign(found)[0]) if costs.policy.is_forced and costs.policy.may_split else ()
+    forced = _without_form(assign(found)[0]) if costs.policy.is_forced and costs.policy.may_split else ()
     exchanges = any(candidates[i].collective.op is Op.ALL_TO_ALL for i in forced)
     may_differ = exchanges or has_ring(graph, candidates, parameters)
     if may_differ:  # ranks of a ring, or with other rows to exchange, hold other tensors, so their peaks differ
@@ -70,9 +70,9 @@ def choose_splits(
     return planner.choice(assignments, best.order, best.placed)
 
 
-def _without_form(candidates: Sequence[Candidate], assignments: Sequence[Assignment]) -> set[int]:
-    """Return the candidates that have no matmuls of their own, and got none of others."""
-    return {i for i, a in enumerate(assignments) if a.alternative is None and candidates[i].match is None}
+def _without_form(assignments: Sequence[Assignment]) -> set[int]:
+    """Return the candidates that got no form with matmuls: they have none, others have them, or no op serves their group."""
+    return {i for i, assigned in enumerate(assignments) if assigned.alternative is None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,7 +234,7 @@ def test_generated_code(hosts2: RankPool) -> None:
     assert len(hidden) == 16 and sum(n > 0 for n in hidden) >= 12, hidden
 
 
-@pytest.mark.parametrize("options", [{"overlap": "force"}, {"overrides": [{"strategy": "pipelined"}]}])
+@pytest.mark.parametrize("options", [{"overlap": "force", "split": "off"}, {"overrides": [{"strategy": "pipelined"}]}])
 def test_fused_sites_are_refused(hosts2: RankPool, options: dict[str, Any]) -> None:
     """The collectives are left alone, with the reason, and the results are those of the unfused graph."""
     for outcome in hosts2.run(compare_name, ZERO3, {"layers": 1}, {**options, "inner": "aot_eager"}):

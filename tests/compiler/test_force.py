@@ -26,7 +26,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ILLEGAL = {
     Reason.COLLECTIVE_UNSUPPORTED, Reason.DTYPE_UNSUPPORTED, Reason.REDUCE_OP_UNSUPPORTED, Reason.SCALES, Reason.TRIVIAL_GROUP,
-    Reason.GROUP_NOT_STATIC, Reason.MATMUL_TAKEN, Reason.STRATEGY_ILLEGAL,
+    Reason.GROUP_NOT_STATIC, Reason.STRATEGY_ILLEGAL,
 }  # fmt: skip
 
 
@@ -37,6 +37,13 @@ def test_models(fake2: FakeRanks, name: str) -> None:
     left = [d for d in decisions if d["strategy"] == "none"]
     assert len(decisions) > len(left)
     assert {Reason(d["reason"]) for d in left} <= ILLEGAL, left
+
+
+@pytest.mark.tier("test")
+def test_across_hosts() -> None:
+    """No matmul is fused over a network, so all is split: ZeRO-3 needs no override there either."""
+    decisions = FakeRanks(2, hosts="1").run(decide_sites, *MODELS["zero3"], FORCE)[0].decisions
+    assert {d["strategy"] for d in decisions} == {"split"}
 
 
 def of_an_input(x: Tensor, w: Tensor) -> Tensor:
