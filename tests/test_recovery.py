@@ -64,7 +64,9 @@ def test_in_process(flags: list[str], members: str) -> None:
 
 @pytest.mark.tier("full")
 def test_elastic_restart(tmp_path: Path) -> None:
-    finished = launch([*torchrun(2), "--max-restarts=1", str(EXAMPLE.with_name("elastic.py")), "--folder", str(tmp_path)], 240)
+    finished = launch(
+        [*torchrun(2), "--max-restarts=1", str(EXAMPLE.with_name("elastic.py")), "--folder", str(tmp_path / "new")], 240
+    )
     assert finished.code == 0, finished.tail()
     assert "start 1: done" in finished.output
     check(finished.output, 1)

@@ -160,7 +160,9 @@ class Totals:
             f"{self.sites} sites: matmuls {self.matmul_us:.0f} us, communication {self.communication_us:.0f} us; predicted "
             f"{self.none_us:.0f} us without overlap, {self.chosen_us:.0f} us as decided"
         )
-        if self.exposed_us:
+        if self.exposed_us and self.chosen_us > self.none_us:
+            text += f": predicted to take {self.chosen_us - self.none_us:.0f} us longer"
+        elif self.exposed_us:
             text += f": predicted to hide {self.hidden:.0%} of {self.exposed_us:.0f} us exposed communication"
         return text + (f"; {self.unknown} more without a prediction" if self.unknown else "")
 

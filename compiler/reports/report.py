@@ -236,6 +236,24 @@ class Report:
             text += f"; {len(measured)} measured sites took {took:.0f} us, predicted {predicted:.0f} us"
         return text + _copied_during_matmuls(decisions)
 
+    def metrics(self, prefix: str = "ub_overlap/") -> dict[str, float]:
+        """Return numbers by name, for loggers such as W&B or TensorBoard: counts, bytes, and predicted microseconds."""
+        decisions = self.decisions
+        predicted = totals([d.outlook for d in decisions])
+        copied, during = copied_bytes((d.bytes_copied, d.bytes_overlapped) for d in decisions)
+        found = {
+            "graphs": len(self.plans),
+            "collectives": len(decisions),
+            "overlapped": sum(d.overlapped for d in decisions),
+            "calls": sum(d.calls or 0 for d in decisions),
+            "bytes_copied": copied,
+            "bytes_copied_during_matmuls": during,
+            "predicted_us": predicted.chosen_us,
+            "predicted_without_overlap_us": predicted.none_us,
+            "predicted_exposed_us": sum(d.outlook.exposed_us for d in decisions if d.outlook),
+        }
+        return {prefix + name: float(value) for name, value in found.items()}
+
     def what_next(self) -> WhatNext:
         """Return the collectives that still expose communication, with the reason and the option to paste of each."""
         return find_exposed([d.to_dict() for d in self.decisions])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,16 @@ class Lane:
 def predicted_lane(site: str, prediction: Prediction, what: str = "predicted") -> Lane:
     """Return the predicted steps of a site."""
     return Lane(site, what, tuple(StepTime(*step) for step in prediction.timeline))
+
+
+def stored_lanes(lanes: Mapping[str, Sequence[Mapping[str, Any]]], site: str | None = None) -> list[Lane]:
+    """Return the lanes of a stored report by "<plan digest>/<site id>". `site`: only those of this site id."""
+    return [
+        Lane(full.rpartition("/")[2], lane["what"], tuple(StepTime(*step) for step in lane["steps"]))
+        for full, own in lanes.items()
+        for lane in own
+        if site in (None, full, full.rpartition("/")[2])
+    ]
 
 
 def measured_lane(site: str, times: Measured) -> Lane:

@@ -49,6 +49,18 @@ def test_explain(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "expected: one of forward.0, forward.1, forward.2" in capsys.readouterr().err
 
 
+def test_steps_for_perfetto(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stored report's steps, without overlap and as decided, each in its process. A site without steps is an error."""
+    written = tmp_path / "steps.json"
+    assert cli.main(["explain", str(stored), "--perfetto", str(written), "--site", "forward.0"]) == 0
+    events = json.loads(written.read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {"predicted, none", "predicted, pipelined"}
+    assert len([e for e in events if e["ph"] == "X" and e["cat"] == "forward.0"]) == 6
+    assert cli.main(["explain", str(stored), "--perfetto", str(written), "--site", "forward.1"]) == 2
+    assert "no timeline" in capsys.readouterr().err
+
+
 def test_files(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = {flag: tmp_path / f"out{flag}" for flag in ("--html", "--dot", "--model-explorer")}
     assert cli.main(["explain", str(stored), *(text for pair in wanted.items() for text in map(str, pair))]) == 0

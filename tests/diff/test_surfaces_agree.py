@@ -79,3 +79,15 @@ def test_counts_lines_and_reasons(seed: int) -> None:
     notebook = report._repr_html_()
     for name, count in Counter(outcome.name for outcome in outcomes).items():
         assert notebook.count(f'class="{name}"') >= count
+
+
+def test_metrics_are_the_counts_of_the_report() -> None:
+    """Flat numbers for loggers. Their names begin with the prefix, and nothing is missing without a plan."""
+    draw = random.Random(3)
+    report = Report([random_plan(draw, "forward"), random_plan(draw, "backward")])
+    found = report.metrics("train/")
+    assert found["train/collectives"] == len(report.decisions) > 0 and found["train/graphs"] == 2
+    assert found["train/overlapped"] == sum(d.overlapped for d in report.decisions)
+    assert Report([]).metrics().keys() == {name.replace("train/", "ub_overlap/") for name in found}
+    assert all(type(value) is float for value in found.values())
+    assert repr(report) == report.summary(), "what a REPL prints"

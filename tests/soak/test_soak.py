@@ -42,6 +42,10 @@ FAULTS = (
     "A2A order: between SIGKILL",
     "split AR: skips next",
     "message: dies SIGKILL",
+    "compiled step: dies SIGKILL",
+    "FSDP2 step: leaves raises",
+    "DDP step: dies SIGKILL",
+    "two hosts: dies SIGKILL",
     "AG: slow host",
     "RS direct: slow host",
 )

@@ -9,7 +9,7 @@ from typing import Any
 from ub_overlap.runtime.errors import OptionError
 
 from . import exports
-from .parsers import add_verb
+from .parsers import add_verb, output_file
 from .report_path import HELP, report_path
 
 
@@ -21,6 +21,12 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("report", metavar="REPORT", help=HELP)
     parser.add_argument("--site", metavar="ID", help='show one site, e.g. "forward.0"')
+    parser.add_argument(
+        "--perfetto",
+        type=output_file,
+        metavar="FILE",
+        help="write the steps of the sites for ui.perfetto.dev, predicted and measured",
+    )
     exports.add(parser)
     parser.set_defaults(run=run)
 
@@ -41,6 +47,11 @@ def run(flags: argparse.Namespace) -> int:
         from ub_overlap.compiler.diff.render import html
 
         exports.report_written(html.write(flags.html, report, flags.report))
+    if flags.perfetto:
+        from ub_overlap.compiler.reports import timeline
+
+        lanes = timeline.stored_lanes(report.get("lanes") or {}, flags.site)
+        exports.report_written(timeline.write_timeline(flags.perfetto, lanes))
     exports.write(flags, diffs, flags.site)
     if flags.json:
         rows = [site for site in report["sites"] if flags.site in (None, site["id"])]
