@@ -90,9 +90,12 @@ def wrap_schema(schema: str, width: int = 116) -> list[str]:
 
 
 def docstring_as_markdown(text: str) -> str:
-    """Return a docstring as Markdown: paragraphs on one line, indented blocks as they are."""
+    """Return a docstring as Markdown: paragraphs and points on one line each, indented blocks as they are."""
     blocks = []
     for block in text.split("\n\n"):
-        indented = all(line.startswith("    ") for line in block.split("\n") if line)
-        blocks.append(block if indented else " ".join(line.strip() for line in block.split("\n")))
+        lines = block.split("\n")
+        if not all(line.startswith("    ") for line in lines if line):
+            lines = re.split(r"\n(?=- )", "\n".join(line.strip() for line in lines))
+            lines = [" ".join(line.split("\n")) for line in lines]
+        blocks.append("\n".join(lines))
     return "\n\n".join(blocks)

@@ -45,4 +45,5 @@ def signature(value: Any) -> str:
     whole = inspect.signature(value)
     parameters = [p for name, p in whole.parameters.items() if name != "self"]
     shown = str(whole.replace(parameters=parameters))
-    return re.sub(r"(: |-> )'([^']*)'", r"\1\2", shown)
+    shown = re.sub(r"(: |-> )(['\"])(.*?)\2(?= =|,|\)|$)", r"\1\3", shown)
+    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", shown)  # classes by name: the paths of some are private
