@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.harness.programs import run_program
-from tests.harness.tiers import full_but
 
 pytestmark = pytest.mark.tier("test")
 
@@ -20,7 +19,7 @@ FORMS = [("gathered", {"all_gather": 2, "reduce_scatter": 2}), ("ulysses", {"all
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize(("form", "exchanges"), full_but(FORMS[:1], FORMS))
+@pytest.mark.parametrize(("form", "exchanges"), FORMS)
 def test_losses_agree(form: str, exchanges: dict[str, int]) -> None:
     finished = run_program(2, EXAMPLE, [*SMALL, "--form", form])
     assert finished.code == 0, finished.tail()

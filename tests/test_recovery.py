@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from tests.gpu.launch import launch, torchrun
-from tests.harness.tiers import full_but
 
 pytestmark = pytest.mark.tier("test")
 
@@ -49,7 +48,7 @@ RANKS = [(["--ranks", "3"], "0, 1"), (["--ranks", "2", "--spares", "1"], "0, 2")
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize(("flags", "members"), full_but(RANKS[1:], RANKS))
+@pytest.mark.parametrize(("flags", "members"), RANKS)
 def test_in_process(flags: list[str], members: str) -> None:
     """The survivors go on alone, on fewer ranks, or with a spare process. Their errors name the killed rank."""
     finished = launch([sys.executable, str(EXAMPLE), "--steps", str(STEPS), "--kill-at", str(KILLED), *flags], 240)

@@ -406,7 +406,7 @@ BLOCKS = [
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize(("kind", "routing"), full_but(BLOCKS[4:], BLOCKS))
+@pytest.mark.parametrize(("kind", "routing"), BLOCKS)
 def test_blocks_of_transformers(hf2: RankPool, kind: str, routing: str) -> None:
     """With experts on two ranks they compute what they do with all experts on one: also where one rank gets all tokens, and
     where one has none."""

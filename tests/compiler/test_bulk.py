@@ -11,7 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 from tests.compiler.rank_compile import build, check
 from tests.harness.ranks import RankPool
-from tests.harness.tiers import INNER, full_but
+from tests.harness.tiers import INNER
 from tests.harness.traces import as_loss, capture
 from tests.models.compare import uncached
 from ub_overlap.compiler.match import find_candidates
@@ -34,7 +34,7 @@ def independent(rank: int, world: int, stage: str) -> dict[str, list[tuple[str, 
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize("stage", full_but(["aot"], ["aot", "inductor"]))
+@pytest.mark.parametrize("stage", ["aot", "inductor"])
 def test_independent_products_of_a_llama_block(pool2: RankPool, stage: str) -> None:
     """Each collective reports the matmuls that are independent of it.
 

@@ -42,10 +42,10 @@ def test_blocks(pool2: RankPool, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize("ranks", [in_full(2), 3])
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     "options",
-    [{"inner": "aot_eager"}, in_full({"inner": "inductor"}), in_full({"inner": "aot_eager", "memory_budget": 0})],
+    [{"inner": "aot_eager"}, {"inner": "inductor"}, {"inner": "aot_eager", "memory_budget": 0}],
     ids=["aot_eager", "inductor", "regather"],
 )
 def test_sharded_llama(pool2: RankPool, pool3: RankPool, ranks: int, options: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def test_hybrid_sharding(pool4: RankPool) -> None:
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize("cpp_wrapper", [False, in_full(True)])
+@pytest.mark.parametrize("cpp_wrapper", [False, True])
 def test_generated_code(pool2: RankPool, cpp_wrapper: bool) -> None:
     """One start and one finish for each bucket, a finish reads the buffers of its start, and matmuls run in between."""
     hidden: list[bool] = []

@@ -41,7 +41,7 @@ INDUCTOR_CASES = ["complex pairs", "flattened", "heads", "strict readers", "writ
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize("name", full_but(["written"], INDUCTOR_CASES))
+@pytest.mark.parametrize("name", INDUCTOR_CASES)
 def test_inductor(pool2: RankPool, name: str) -> None:
     for differ, strides, packs in pool2.run(run_case, name, PACK_INDUCTOR):
         assert (differ, strides, packs) == ([], [], CASES[name][2])

@@ -15,7 +15,6 @@ from torch import Tensor
 from tests.compiler.rank_compile import build
 from tests.context_parallel.machine import slow_profile
 from tests.harness.ranks import RankPool
-from tests.harness.tiers import full_but, in_full
 from tests.models.compare import Comparison, error, uncached, values
 from tests.models.sharded_llama import PARAMETERS
 from ub_overlap.compiler.plan.reasons import collective_of
@@ -61,7 +60,7 @@ def titan4() -> Iterator[RankPool]:
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize("budget", full_but([None], [None, 0]))
+@pytest.mark.parametrize("budget", [None, 0])
 def test_gathered_in_the_graph(pool2: RankPool, budget: float | None) -> None:
     """Every parameter is gathered and every gradient reduced, all split. With a budget of 0 backward gathers again."""
     outcome = check(pool2, {"mixed": budget is None}, {**SPLIT, "memory_budget": budget})
@@ -72,9 +71,7 @@ def test_gathered_in_the_graph(pool2: RankPool, budget: float | None) -> None:
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize(
-    ("source", "options"), [("example", FORCE), *map(in_full, [("example", SPLIT), ("torchtitan", SPLIT)])]
-)
+@pytest.mark.parametrize(("source", "options"), [("example", FORCE), *[("example", SPLIT), ("torchtitan", SPLIT)]])
 def test_with_tensor_parallelism(pool4: RankPool, titan4: RankPool, source: str, options: dict[str, Any]) -> None:
     """2 replicas x 2 ranks: collectives of both groups are overlapped, fused or split; plain eager is equal."""
     outcome = check(titan4 if source == "torchtitan" else pool4, {"source": source, "tp": 2}, options)

@@ -15,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.expert_parallel.model import SIZES, ExpertLayer, make_routes
 from tests.harness.ranks import RankPool
-from tests.harness.tiers import in_full
 from ub_overlap.compiler.joint.sorted_rows import gather_sorted_rows
 from ub_overlap.compiler.passes import JointPass
 
@@ -289,10 +288,10 @@ def run_layer(rank: int, world: int, routing: str, inner: str) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("inner", "routing"),
     [
-        in_full(("aot_eager", "balanced")),
-        in_full(("aot_eager", "skewed")),
+        ("aot_eager", "balanced"),
+        ("aot_eager", "skewed"),
         ("aot_eager", "one expert"),
-        in_full(("inductor", "skewed")),
+        ("inductor", "skewed"),
     ],
 )
 def test_layers_with_experts(pool2: RankPool, inner: str, routing: str) -> None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import ub_overlap
 from tests.compiler.rank_tokenwise import FORCE
-from tests.harness.tiers import full_but, in_full
+from tests.harness.tiers import full_but
 from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.tokens import choose_halves
@@ -342,7 +342,7 @@ def test_choices_of_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize("other", [in_full(Settings(4)), Settings(2, Group("b"))], ids=["top", "group"])
+@pytest.mark.parametrize("other", [Settings(4), Settings(2, Group("b"))], ids=["top", "group"])
 def test_settings_in_dataclasses(monkeypatch: pytest.MonkeyPatch, other: Settings) -> None:
     same = Settings(2, Group("a")) if other.group else Settings(2)
     assert choose_both(monkeypatch, settings=(same, other)) == [True, True]

@@ -12,7 +12,6 @@ from tests.compiler.rank_tokenwise import FORCE, SPLIT
 from tests.cost.machine import PLAIN
 from tests.harness.profiles import stored, with_exchanges_as_pushes
 from tests.harness.ranks import RankPool
-from tests.harness.tiers import in_full
 
 
 def check_example(found: rank_tokenwise.Found, exchanges: tuple[int, int]) -> None:
@@ -50,7 +49,7 @@ def test_the_example_stays_whole(pool2: RankPool) -> None:
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize("variant", [{"routing": "one"}, in_full({"form": "loop", "routing": "skewed", "tokens": (25, 24)})])
+@pytest.mark.parametrize("variant", [{"routing": "one"}, {"form": "loop", "routing": "skewed", "tokens": (25, 24)}])
 def test_split_exchanges(pool2: RankPool, variant: dict[str, Any]) -> None:
     """All rows for the first experts, so that others are empty; loops over experts, and ranks with other numbers of tokens."""
     for outcome, forms in pool2.run(rank_tokenwise.compare_split, variant):

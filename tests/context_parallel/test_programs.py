@@ -37,7 +37,7 @@ RING = ({"all_gather split": 2, "all_gather merged": 2}, {"all_to_all split": 4}
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize("load_balance", [True, in_full(False)])
+@pytest.mark.parametrize("load_balance", [True, False])
 def test_a_ring_next_to_tensor_parallelism(pool4: RankPool, options: dict[str, Any], load_balance: bool) -> None:
     """Two ranks share a sequence, two the heads. The ranks' graphs differ, their plans agree."""
     results = pool4.run(compare_with_tensor_parallelism, "ring", options, load_balance, True)
@@ -75,7 +75,7 @@ def test_flex_attention(pool2: RankPool, options: dict[str, Any], load_balance: 
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize("load_balance", [True, in_full(False)])
+@pytest.mark.parametrize("load_balance", [True, False])
 def test_torchtitan(pool2: RankPool, options: dict[str, Any], load_balance: bool) -> None:
     results = pool2.run(compare_torchtitan, options, load_balance, 1)
     check(results, *RING)

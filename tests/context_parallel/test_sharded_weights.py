@@ -80,9 +80,7 @@ def test_one_group(pool2: RankPool, options: dict[str, Any], form: str, exchange
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize(
-    ("rotation", "load_balance"), [in_full(("allgather", True)), in_full(("allgather", False)), ("alltoall", True)]
-)
+@pytest.mark.parametrize(("rotation", "load_balance"), [("allgather", True), ("allgather", False), ("alltoall", True)])
 def test_a_ring_in_one_group(pool2: RankPool, options: dict[str, Any], rotation: str, load_balance: bool) -> None:
     """Slots of the ring are given by order, those of weights by what is free. The graphs of ranks differ, their plans agree."""
     check(pool2.run(compare_with_sharded_weights, "ring", options, rotation, load_balance), RINGS[rotation])
@@ -105,9 +103,7 @@ def test_two_replicas(pool4: RankPool, options: dict[str, Any], form: str, rotat
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize(
-    ("form", "rotation", "exchange"), [("flex_op", "", GATHERED), in_full(("ring", "alltoall", RINGS["alltoall"]))]
-)
+@pytest.mark.parametrize(("form", "rotation", "exchange"), [("flex_op", "", GATHERED), ("ring", "alltoall", RINGS["alltoall"])])
 def test_gathered_again(pool2: RankPool, options: dict[str, Any], form: str, rotation: str, exchange: Exchange) -> None:
     """With a budget of 0 backward gathers the weights of its matmuls again, but exchanges no keys and values again."""
     budget = {**options, "memory_budget": 0}

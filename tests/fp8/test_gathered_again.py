@@ -9,7 +9,6 @@ import torch
 
 from tests.fp8.rank_fp8 import NO_ROWS, Run, float8
 from tests.harness.ranks import RankPool
-from tests.harness.tiers import in_full
 from tests.models.compare import error
 from ub_overlap.compiler.plan.decision import Decision
 
@@ -33,7 +32,7 @@ def kept_weights(run: Run) -> tuple[int, int]:
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize(("recipe", "bound"), [("tensorwise", 0.0), in_full(("delayed", 1e-3))])
+@pytest.mark.parametrize(("recipe", "bound"), [("tensorwise", 0.0), ("delayed", 1e-3)])
 def test_a_budget_of_float8_weights(pool2: RankPool, recipe: str, bound: float) -> None:
     """With 0 backward gathers all weights again, as float8 and next to its matmuls; with half of their bytes, half of them."""
     options = {"fp8": {"recipe": recipe}, "inner": "aot_eager", "overlap": "force", "overrides": [{"strategy": "split"}]}

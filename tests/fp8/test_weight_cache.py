@@ -258,7 +258,7 @@ def test_cast_once_a_step(recipe: str, again: bool, casts: list[Any]) -> None:
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize("again", full_but([False], [False, True]))
+@pytest.mark.parametrize("again", [False, True])
 def test_inductor_leaves_them_alone(again: bool, casts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor computes into memory that it takes for free (here: wherever it may), and what a graph returns counts as its own
     in the next."""

@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
-from tests.harness.tiers import full_but, in_full
+from tests.harness.tiers import in_full
 
 from . import rank_blame
 
@@ -59,7 +59,7 @@ def test_a_rank_that_is_late_while_memory_grows(pools: dict[int, RankPool]) -> N
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize("where", full_but(["bind"], ["op", "bind"]))
+@pytest.mark.parametrize("where", ["op", "bind"])
 def test_a_job_that_was_stopped(pools: dict[int, RankPool], where: str) -> None:
     for found in pools[2].run(rank_blame.all_stopped, where, 2.0):
         assert found["error"] == "", found
