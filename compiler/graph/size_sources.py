@@ -72,7 +72,21 @@ def _key(size: Size) -> Size:
     return size if isinstance(size, int | sympy.Symbol) else sympy.expand(size)
 
 
+def _as_floor(size: Size) -> Size:
+    """Return a rounded quotient of integers, such as math.ceil(n / 4), by floor division; other sizes as they are."""
+    functions = compat.size_functions
+    rounded = isinstance(size, functions.CeilToInt | functions.FloorToInt | functions.TruncToInt)
+    if not rounded or not isinstance(size.args[0], functions.IntTrueDiv):
+        return size
+    above, below = size.args[0].args
+    if isinstance(size, functions.CeilToInt):
+        return -functions.FloorDiv(-above, below)
+    rounds_down = isinstance(size, functions.FloorToInt) or (above.is_nonnegative and below.is_positive)
+    return functions.FloorDiv(above, below) if rounds_down else size
+
+
 def _find(size: Size, known: Mapping[Size, SizeSource]) -> SizeSource | None:
+    size = _as_floor(size)
     if size.is_Integer:
         return int(size)
     if (source := known.get(_key(size))) is not None:

@@ -21,7 +21,7 @@ from ..cost.all_to_all_time import area_bytes
 from ..cost.fused_time import fused_us
 from ..cost.profile import Profile
 from ..cost.site_shape import SiteShape
-from ..cost.site_sizes import shape_of_site
+from ..cost.site_sizes import shape_of_site, sizes_of_site
 from ..cost.split_time import SplitTimes, split_times
 from ..graph.aten import PADS, alias_base, shape_of
 from ..graph.sizes import evaluate_size, numel
@@ -177,7 +177,9 @@ def _price(
     if shape is None and wanted:
         unknown = {s for size in shape_of(c.input) if not isinstance(size, int) for s in size.free_symbols}
         shape = shape_of_site(Split(c), dict.fromkeys(unknown, ASSUMED_ROWS) | dict(costs.hints))
-    return shape or Miss(Reason.DYNAMIC_SHAPE, f"the size of {c.input.name} is known at run time only, or its type has no cost")
+    if shape is None and sizes_of_site(Split(c)) is None:
+        return Miss(Reason.DTYPE_UNSUPPORTED, f"no cost is known of the type of {c.input.name}")
+    return shape or Miss(Reason.DYNAMIC_SHAPE, f"the size of {c.input.name} is known at run time only")
 
 
 def _split_candidate(

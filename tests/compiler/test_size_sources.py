@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +61,7 @@ def random_size(draw: random.Random, sizes: Any, depth: int) -> Any:
     forms: list[Callable[[], Any]] = [
         lambda: a + b, lambda: a - b, lambda: a * b, lambda: a // positive, lambda: a % positive,
         lambda: torch.sym_max(a, b), lambda: torch.sym_min(a, b), lambda: a * a,
+        lambda: math.ceil(a / positive), lambda: math.floor(a / positive),
     ]  # fmt: skip
     return draw.choice(forms)()
 
