@@ -42,6 +42,8 @@ def check(output: str, ranks: int) -> None:
     assert len(done) == ranks, output
     for losses in done:
         assert losses == pytest.approx(losses_without_fault()[KILLED:], rel=1e-4), output
+    counts = re.findall(r"(\d+) of (\d+) collectives overlapped", output)
+    assert counts and all(int(overlapped) == int(all_) > 0 for overlapped, all_ in counts), output
 
 
 RANKS = [(["--ranks", "3"], "0, 1"), (["--ranks", "2", "--spares", "1"], "0, 2")]

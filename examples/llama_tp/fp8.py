@@ -95,7 +95,7 @@ def run_rank(rank: int, flags: argparse.Namespace, rendezvous: str, results: Any
                 progress(f"step {step + 1} of {settings.steps}; loss: bf16 {losses[0]:.4f}, fp8 {losses[1]:.4f}")
         if rank == 0:
             casts = sum(bool(c.recipe) for plan in reports().plans for c in plan.casts)
-            results.put(([t.run.losses for t in trainers], casts))
+            results.put(([t.run.losses for t in trainers], casts, reports().metrics("")))
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -136,13 +136,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
         mp.spawn(run_rank, (flags, f"{folder}/rendezvous", results), nprocs=flags.ranks)
-        (bf16, fp8), casts = results.get()
+        (bf16, fp8), casts, found = results.get()
     print(plot(bf16, fp8, marks="bf*"))
     if flags.data:
         flags.data.write_text(json.dumps({"recipe": flags.recipe, "bf16": bf16, "fp8": fp8}) + "\n")
     if flags.figure:
         draw(flags.figure, bf16, fp8, flags.recipe)
     worst = difference(bf16, fp8)
+    print(f"{found['overlapped']:.0f} of {found['collectives']:.0f} collectives overlapped, bf16 and float8")
     good = math.isfinite(worst) and abs(worst) <= BOUND and casts > 0
     print(
         f"{casts} products in float8; mean loss of the last tenth: {100 * worst:+.2f}% against bf16, allowed {100 * BOUND:g}%"

@@ -75,6 +75,9 @@ def train(rank: int, ranks: int, steps: int, folder: Path, kill_at: int) -> list
         if rank == 0:
             torch.save({"model": state, "step": step}, folder / "checkpoint.part")
             (folder / "checkpoint.part").rename(folder / "checkpoint.pt")
+    if rank == 0:
+        found = ub_overlap.reports().metrics("")
+        print(f"{found['overlapped']:.0f} of {found['collectives']:.0f} collectives overlapped", flush=True)
     return losses
 
 
