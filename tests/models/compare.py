@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.harness.later_steps import STEPS_THAT_COMPILE, compiled_before
 from tests.harness.traces import as_loss
 from tests.models.case import Case, Expected, Sites, on
 from ub_overlap._torch_compat import caches_off as uncached
@@ -119,7 +120,10 @@ def compare(
     fresh: bool = True,
     device: torch.device | str = "cpu",
 ) -> Comparison:
-    """Run `module`.build(**variant) three ways on `device`. `fresh`: bypass compile caches, so that the passes run."""
+    """Run `module`.build(**variant) three ways on `device`; steps after the second may compile nothing.
+
+    `fresh`: bypass compile caches, so that the passes run.
+    """
     with on(device):
         return _compare(rank, world, module, variant or {}, options, backend, fresh)
 
@@ -139,8 +143,10 @@ def _compare(
         mark = _mark() if backend == "ub_overlap" else 0
         ours = values(case, compiled)
         decisions = _decisions(mark) if backend == "ub_overlap" else []
-
-    errors = {n: (error(eager[n], truth[n], n), error(ours[n], truth[n], n)) for n in truth}
+        errors = {n: (error(eager[n], truth[n], n), error(ours[n], truth[n], n)) for n in truth}
+        for step in range(1, STEPS_THAT_COMPILE + 1):  # they add to the gradients that `ours` has
+            with compiled_before(step):
+                values(case, compiled)
     roundings = {n: torch.finfo(t.dtype).eps if t is not None else 0.0 for n, t in eager.items()}
     return Comparison(errors, roundings, decisions, case.expected)
 
