@@ -68,8 +68,16 @@ def note(key: str, plan: Plan) -> None:
 
 
 def remember_cached(key: str, overlap: str) -> None:
-    """Put the stored plans of a graph whose passes did not run into the history of this process. `overlap`: the option."""
-    for plan in HISTORY.find_all(_stored(key).values()) if key else []:
+    """Put the stored plans of a graph whose passes did not run into the history of this process. `overlap`: the option.
+
+    Never raise: a compilation does not end because its report cannot be read.
+    """
+    try:
+        plans = HISTORY.find_all(_stored(key).values()) if key else []
+    except ImportError as error:  # msgspec, which an installation without dependencies lacks
+        log.warning("reports lack a graph out of torch's compile cache: %s", error)
+        return
+    for plan in plans:
         HISTORY.remember(plan)
         log_first_plan(plan, overlap)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.harness.ranks import RankPool
 from tests.harness.tiers import in_full
 from tests.models.compare import uncached
 from ub_overlap.compiler import passes
+from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.reports import cached_graphs, report
 from ub_overlap.compiler.reports.history import HISTORY, History
@@ -164,3 +166,16 @@ def test_damaged_keys_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         path.parent.mkdir(exist_ok=True)
         path.write_text(content)
         cached_graphs.remember_cached("a" * 32, "auto")
+
+
+def test_a_compilation_goes_on_without_msgspec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the package was installed without its dependencies, a graph out of the cache is left out of reports."""
+    monkeypatch.setenv("UB_OVERLAP_CACHE_DIR", str(tmp_path))
+    plan = Plan("forward", ())
+    plan_store.save(plan.digest, plan.to_json())
+    cached_graphs.note("b" * 32, plan)
+    monkeypatch.setitem(sys.modules, "msgspec", None)
+    cached_graphs.remember_cached("b" * 32, "auto")
+    assert "reports lack a graph out of torch's compile cache" in caplog.text
