@@ -87,7 +87,7 @@ def test_float8(recipe: str, collectives: int) -> None:
     Sites: each part's gather and scatter, forward and backward. All_reduces agree on scales (one for all tensors with delayed
     scaling). The LayerNorm's two all_reduces have no independent 16-bit matmul.
     """
-    code, output = run(2, f"{SMALL} --fp8 --fp8-recipe {recipe}")
+    code, output = run(2, f"{SMALL} --option split=off --fp8 --fp8-recipe {recipe}")
     check(code, output, (4, collectives))
     assert f"with linears in float8 ({recipe})" in output
 
@@ -264,7 +264,7 @@ def ddp_of(rank: int, world: int, order: str, mode: Any) -> tuple[list[Tensor], 
     x = torch.randn(16, 256, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     optimize_ddp(mode)
     try:
-        options = {"overlap": "force", "inner": "aot_eager"}
+        options = {"overlap": "force", "split": "off", "inner": "aot_eager"}
         inner = torch.compile(model, backend="ub_overlap", options=options) if order == "outside" else model
         ddp = DistributedDataParallel(inner, process_group=mesh.get_group("dp"), bucket_cap_mb=1)  # type: ignore[arg-type]
         call = ddp if order == "outside" else torch.compile(ddp, backend="ub_overlap", options=options)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ub_overlap.runtime import ops
 from ub_overlap.tools.rank_process import Deadline, World, capture_graph
 
 from .. import facts
@@ -86,6 +87,7 @@ class ConcurrentCase:
             splits = [rows // world.ranks] * world.ranks
             self.tail = (splits, splits, 0, False, "bulk", world.group, site)
         suffix = "all_to_all" if collective == "all_to_all" else "collective"
+        ops.load()  # registers them
         self._start, self._finish = getattr(OPS, f"start_{suffix}"), getattr(OPS, f"finish_{suffix}")
 
     def call(self, watch: Stopwatch, has_collective: bool, has_matmul: bool) -> Callable[[], Tensor | None]:

@@ -79,7 +79,7 @@ def test_with_tensor_parallelism(pool4: RankPool, titan4: RankPool, source: str,
     expected = Counter({"forward all_gather": PARAMETERS, "backward reduce_scatter": PARAMETERS, "backward all_reduce": NORMS})
     assert found == expected + Counter(TP), found
     strategies = Counter(d["strategy"].partition(":")[0] for d in outcome.decisions)
-    assert strategies.keys() <= ({"split"} if options is SPLIT else {"pipelined", "bulk", "none"}), strategies
+    assert strategies.keys() <= ({"split"} if options is SPLIT else {"pipelined", "bulk", "split"}), strategies
     groups = {d["group"] for d in outcome.decisions if d["strategy"] != "none"}
     assert len(groups) == 2, Counter(f"{d['phase']} {d['kind']} {d['group']} {d['id'][:9]}" for d in outcome.decisions)
 

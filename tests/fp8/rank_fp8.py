@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
-from tests.compiler.rank_compile import build, decisions_of, world_name
+from tests.compiler.rank_compile import FUSED, build, decisions_of, world_name
 from tests.models.compare import Values, error, uncached, values
 from ub_overlap import _torch_compat as compat
 from ub_overlap import fp8_state
@@ -201,7 +201,7 @@ def torchao_16(rank: int, world: int, variant: dict[str, Any], inner: str = "aot
     case, plain, fused, forward_only = (build(rank, world, "tests.models.torchao_mlp", variant) for _ in range(4))
     true_case = build(rank, world, "tests.models.torchao_mlp", {**variant, "exact": True})
     truth, eager = values(true_case, true_case.module), values(case, case.module)
-    options: dict[str, Any] = {"overlap": "force", "inner": inner}
+    options: dict[str, Any] = {"overlap": "force", "split": "off", "inner": inner}
     saved: list[tuple[tuple[int, ...], torch.dtype]] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ def graphs(rank: int, world: int) -> dict[tuple[str, str], tuple[float, list[tup
                 continue
             inputs = _operands(rank, scaling == "rows", dims)
             torch._dynamo.reset()
-            decisions = decisions_of(function, inputs)
+            decisions = decisions_of(function, inputs, FUSED)
             with uncached():
                 actual = torch.compile(
                     function, backend="ub_overlap", options={"overlap": "force", "split": "off", "inner": "aot_eager"}

@@ -38,7 +38,8 @@ def observe(group: str, collective: str, rank: int) -> dict[str, Any]:
     """Return the error of this rank, and the ranks of its flight records by group."""
     found = attempt(lambda: run_halves(group, collective, rank))
     rows = ub_overlap.flight_record()
-    found["flight"] = {row["group"].rpartition(".")[2]: (row["rank"], row["members"]) for row in rows if row["records"]}
+    own = [row for row in rows if row["records"] and row["group"].startswith(f"{group}.")]
+    found["flight"] = {row["group"].rpartition(".")[2]: (row["rank"], row["members"]) for row in own}
     return found
 
 
