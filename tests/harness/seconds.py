@@ -50,7 +50,7 @@ class Recorder:
         if hasattr(session.config, "workerinput"):  # xdist: the controller sees all reports
             return
         stored, last = load(), session.config.getoption("--tier") or TIERS[-1]
-        for file in {file for file, _ in self._seconds}:  # what ran is measured anew: a file may have lost its tests of a tier
+        for file in {file for file, _ in self._seconds}:  # what ran is measured again: a file may have lost its tests of a tier
             stored[file] = {t: kept for t, kept in stored.get(file, {}).items() if TIERS.index(t) > TIERS.index(last)}
         for (file, tier), (tests, seconds) in self._seconds.items():
             stored[file][tier] = [tests, round(seconds, 1)]
