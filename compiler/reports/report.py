@@ -291,6 +291,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, which `python -m ub_overlap explain` and `diff` read."""
+        sites = [d.to_dict() for d in self.decisions]
         return {
             "version": 1,
             "plans": [p.digest for p in self.plans],
@@ -298,8 +299,8 @@ class Report:
             "profile": str(self.profile) if self.plans else "",
             "summary": self.summary(),
             "totals": self.totals() if self.plans else "",
-            "sites": [d.to_dict() for d in self.decisions],
-            "what_next": self.what_next().to_dict(),
+            "sites": sites,
+            "what_next": find_exposed(sites).to_dict(),
             "casts": [c.to_dict() for c in self.casts],
             "token_splits": [t.to_dict() for t in self.token_splits],
             "lanes": self._lanes(),
