@@ -16,14 +16,14 @@ from typing import Any
 
 from tests.harness.outcomes import Outcome, observe_ranks
 
+from .steps import RANKS, STEPS
+
 OPS = ("AG", "RS", "AR", "bulk")
 ALL_OPS = (*OPS, "SAG", "SRS")
 DIRECT = ("RS direct", "AR direct")
 FUSED = ("one_shot", "two_shot")
 SPLIT = ("split AG", "split RS", "split AR", "coalesced", "A2A", "A2A rounds", "A2A step", "A2A order")
 """Collectives of two ops, as data-parallel, context-parallel and expert-parallel programs run them."""
-PROGRAMS = {"compiled step": 0, "FSDP2 step": 0, "DDP step": 0, "two hosts": 4}
-"""Whole training steps (steps.py), with the ranks that they need; 0: any."""
 QUICK_SPLIT = (("between", "split RS"), ("between", "A2A rounds"), ("dies", "coalesced"))
 """(function, kind) of the split faults that a quick run tries."""
 ABORTED = ("GroupAbortedError", "PeerFailedError")
@@ -79,7 +79,8 @@ def list_split_faults() -> list[Fault]:
 def list_program_faults() -> list[Fault]:
     """Return the faults of whole training steps."""
     faults: list[Fault] = []
-    for kind, ranks in PROGRAMS.items():
+    for kind in STEPS:
+        ranks = RANKS.get(kind, 0)
         faults += [
             Fault("dies", kind, "SIGKILL", TIMEOUT, False, True, ("cpu",), ranks),
             Fault("dies", kind, "SIGSTOP", TIMEOUT, False, False, ("cpu",), ranks),

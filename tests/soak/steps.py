@@ -92,4 +92,6 @@ STEPS: dict[str, Callable[[torch.device], Step]] = {
     "DDP step": make_replicated,
     "two hosts": make_hierarchical,
 }
-"""By the kind of the fault matrix. "two hosts" takes four ranks."""
+"""By the kind of the fault matrix."""
+RANKS = {"two hosts": 4}
+"""The ranks of those that need a number of them."""
