@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -46,6 +47,15 @@ def die(rank: int, world: int) -> None:
     """Abort as glibc does when it finds a corrupted heap, on the last rank."""
     if rank == world - 1:
         os.abort()
+
+
+def crash(rank: int, world: int) -> None:
+    """Read address 8 in a thread that Python does not know, on the last rank."""
+    if rank == world - 1:
+        library = ctypes.CDLL(None)
+        thread = ctypes.c_ulong()
+        library.pthread_create(ctypes.byref(thread), None, library.atoi, ctypes.c_void_p(8))
+    time.sleep(60)
 
 
 def fail_alone(rank: int, world: int) -> None:

@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import sys
@@ -185,6 +186,8 @@ def _serve(rank: int, world: int, port: int, timeout: float, folder: str, pipe: 
 
     from tests.harness.gloo_device import share_gloo_device
 
+    os.dup2(stacks.fileno(), 2)  # torch prints its own stacks there: those of threads without Python too
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     share_gloo_device()
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
@@ -339,7 +342,13 @@ class RankPool:
     def _read_stacks(self, ranks: Any) -> str:
         """Return the stacks that ranks have written: on request, or when a signal ended them."""
         files = {rank: Path(self._folder, f"stacks.{rank}") for rank in ranks}
-        return "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists())
+        return "\n".join(f"rank {rank}:\n{_crash_of(file.read_text())}" for rank, file in files.items() if file.exists())
+
+
+def _crash_of(text: str) -> str:
+    """Return what a rank has written to its stderr without torch's stacks of the threads that did not crash."""
+    threads = text.split("\n\n")
+    return "\n\n".join(t for t in threads if not re.match(r"SIG\w+\(\d+\), PID", t) or "::fatalSignalHandler(" in t)
 
 
 def run_ranks(

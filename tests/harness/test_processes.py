@@ -74,6 +74,13 @@ def test_stacks_of_a_dead_rank() -> None:
     assert "rank_processes.py" in text and " in die" in text
 
 
+def test_stacks_of_a_thread_without_python() -> None:
+    """A thread of C++ that crashed has its stack in the error: Python's own stacks do not name it."""
+    text = text_of_failure(RankDied, rank_processes.crash)
+    assert "process of rank 1 of 2 ended with code -11" in text and "Fatal Python error: Segmentation fault" in text
+    assert "SIGSEGV" in text and "atoi" in text and "epoll_wait" not in text  # gloo's thread: not this one
+
+
 def test_stacks_of_a_rank_that_waits_for_a_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the line where it waits, and what the ranks ran before: that may have left their group out of step."""
     monkeypatch.setattr(ranks, "GRACE", 0.5)
