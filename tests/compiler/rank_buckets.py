@@ -30,29 +30,49 @@ class Block(nn.Module):
 
     def __init__(self, width: int, rank: int, world: int) -> None:
         super().__init__()
-        whole = torch.randn(width, width) / width**0.5, torch.randn(width), torch.rand(width)
-        self.weight, self.bias, self.norm = (nn.Parameter(t.chunk(world)[rank].clone()) for t in whole)
+        self.whole = torch.randn(width, width) / width**0.5, torch.randn(width), torch.rand(width)
+        self.weight, self.bias, self.norm = (nn.Parameter(t.chunk(world)[rank].clone()) for t in self.whole)
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias, norm = (
             funcol.all_gather_tensor_autograd(p, 0, dist.group.WORLD) for p in (self.weight, self.bias, self.norm)
         )
-        return x + F.linear(F.rms_norm(x, x.shape[-1:], norm), weight, bias)
+        return compute(x, weight, bias, norm)
+
+
+def compute(x: Tensor, weight: Tensor, bias: Tensor, norm: Tensor) -> Tensor:
+    """Return what a block gives with whole parameters."""
+    return x + F.linear(F.rms_norm(x, x.shape[-1:], norm), weight, bias)
+
+
+def find_truth(model: nn.Sequential, inputs: list[Tensor], rank: int) -> list[Tensor]:
+    """Return this rank's output and gradients of its shards, in fp64 and without communication. `inputs`: of all ranks."""
+    whole = [[t.to(inputs[0].device, torch.float64).requires_grad_() for t in block.whole] for block in model]
+    outputs = []
+    for x in inputs:
+        y = x.double()
+        for parameters in whole:
+            y = compute(y, *parameters)
+        y.square().mean().backward()  # the gradients of all ranks add up
+        outputs.append(y.detach())
+    shards = [parameter.grad.chunk(len(inputs))[rank] for parameters in whole for parameter in parameters]
+    return [t.float() for t in (outputs[rank], *shards)]
 
 
 def run_blocks(rank: int, world: int, options: dict[str, Any], device: str = "cpu", width: int = 256) -> str:
-    """Compare two steps of compiled blocks with eager code. Return what differs, or "". From 1024 on weights are large."""
+    """Compare two steps of compiled blocks with the truth. Return what differs, or "". From 1024 on weights are large."""
     torch.manual_seed(3)
     model = nn.Sequential(*(Block(width, rank, world) for _ in range(4))).to(device)
-    x = torch.randn(4096 if width < 1024 else 1024, width, generator=torch.Generator().manual_seed(rank)).to(device)
+    rows = 4096 if width < 1024 else 1024
+    inputs = [torch.randn(rows, width, generator=torch.Generator().manual_seed(r)).to(device) for r in range(world)]
 
     def step(call: Any) -> list[Tensor]:
         model.zero_grad()
-        output = call(x)
+        output = call(inputs[rank])
         output.square().mean().backward()
         return [output.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
-    truth, mark = step(model), HISTORY.mark()
+    truth, mark = find_truth(model, inputs, rank), HISTORY.mark()
     with uncached():
         compiled = torch.compile(model, backend="ub_overlap", options={"profile": "h200", **options})
         for _ in range(2):
