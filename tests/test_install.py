@@ -93,7 +93,7 @@ def files(folder: Path) -> set[str]:
 
 def test_the_sdist_is_the_repository(unpacked: Path) -> None:
     """Every tracked file is in the sdist, so that it builds, tests and documents itself."""
-    git = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True, check=False)
+    git = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True, check=False, timeout=60)
     if git.returncode:
         pytest.skip("not a git checkout")
     tracked = {name for name in git.stdout.splitlines() if (ROOT / name).exists()}
