@@ -3,8 +3,8 @@
 torch gives each group a device of its own, with a thread that wakes up a hundred times a second as long as the group exists.
 Tests make tens of groups in processes that live long, and some of torch's caches keep them alive: idle ranks took a whole core.
 
-A group has one thread, as NCCL has one stream: its collectives run one after the other. With torch's two threads, ranks of eager
-code alone (torch 2.13, no module of ours imported) crash in gloo with a corrupted heap, once in some hundred steps.
+A group has one thread, as NCCL has one stream: its collectives run one after the other. With torch's two threads, ranks of
+eager code alone (torch 2.13, no module of ours imported) crash in gloo with a corrupted heap, once in some hundred steps.
 """
 
 from __future__ import annotations
