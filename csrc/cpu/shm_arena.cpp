@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstring>
 #include <fstream>
 #include <new>
 #include <sstream>
@@ -31,7 +33,13 @@ ShmArena::ShmArena(int rank, int ranks, int64_t slot_bytes) : rank_(rank), ranks
     block->rank = rank;
     block->ranks = ranks;
     block->pid = getpid();
-    block->start_time = start_time_of(block->pid);
+    const std::optional<uint64_t> start = start_time_of(block->pid);
+    if (!start) {  // peers would take this process for one that has ended
+        throw NamedError("ArenaError", {{"what", "cannot look up when this process began"},
+                                        {"got", std::strerror(errno)},
+                                        {"fix", "raise the limit of open files (ulimit -n)"}});
+    }
+    block->start_time = *start;
     block->heartbeat_ns.store(now_ns());
 }
 
@@ -92,8 +100,10 @@ void ShmArena::stop_sharing() {
     for (Memory& memory : memories_) stop(memory.segments);
 }
 
-uint64_t start_time_of(int pid) {
+std::optional<uint64_t> start_time_of(int pid) {
+    errno = 0;
     std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+    if (!file.is_open() && errno != ENOENT && errno != ESRCH) return std::nullopt;
     std::string text;
     if (!std::getline(file, text)) return 0;
     const size_t close = text.rfind(')');  // the command name may hold spaces
@@ -108,7 +118,8 @@ uint64_t start_time_of(int pid) {
 }
 
 bool gone(const ControlBlock* block) {
-    return start_time_of(block->pid) != block->start_time;
+    const std::optional<uint64_t> start = start_time_of(block->pid);
+    return start && *start != block->start_time;
 }
 
 }  // namespace ub_overlap

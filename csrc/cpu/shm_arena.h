@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -59,9 +60,10 @@ class ShmArena final : public Arena {
     int growing_ = 0;  // the memory that `next_` replaces
 };
 
-// Start time of a process in clock ticks since boot, 0 where there is none (or only a zombie).
-uint64_t start_time_of(int pid);
-// Whether the process that made this block has ended.
+// Start time of a process in clock ticks since boot, 0 where there is none (or only a zombie). Nothing where it cannot be
+// looked up, as in a process that may open no further file.
+std::optional<uint64_t> start_time_of(int pid);
+// Whether the process that made this block has ended, for all that can be seen.
 bool gone(const ControlBlock* block);
 
 }  // namespace ub_overlap

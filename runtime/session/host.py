@@ -9,9 +9,12 @@ directory, which must then be one too. Whether a peer may open the memory shows 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
+from collections.abc import Iterator
 
+from ..errors import ArenaError
 from ..extension import extension
 from .host_layout import own_host
 
@@ -24,8 +27,8 @@ def host_id(device: str) -> str:
     pretended = extension().testing.host_id()
     if pretended:
         return pretended
-    boot, declared = "", own_host()
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+    declared, boot = own_host(), ""
+    with _readable("/proc/sys/kernel/random/boot_id"), open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     parts = {"pid namespaces": _link("/proc/self/ns/pid"), "time namespaces": _link("/proc/self/ns/time")}
     if device == "cuda":
@@ -39,8 +42,26 @@ def has_ended(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
-    except (OSError, IndexError):
+    except (FileNotFoundError, ProcessLookupError, IndexError):
         return True
+    except OSError:  # it cannot be looked up, as in a process that may open no further file
+        return False
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Pass over what this kernel does not have or hides. ArenaError where this process has no descriptor left for it.
+
+    A rank that cannot see its host would be one of another host to its peers, and the group would not be served.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            return
+        raise ArenaError(
+            "cannot look up which host this is", where=path, got=str(error), fix="raise the limit of open files (ulimit -n)"
+        ) from error
 
 
 def _link(path: str) -> str:

@@ -39,7 +39,7 @@ class Fault:
     """A fault of the victim: a function of rank_faults.py, an op, and a variant.
 
     `errors`: classes that living ranks may raise, () for none. `victim_lives`: the victim raises too. `is_death`: its process
-    ends. `devices`: where it is tried. `ranks`: those that it needs, 0 for any.
+    ends. `devices`: where it is tried. `ranks`: those that it needs, 0 for any. `recovers`: a further call works.
     """
 
     function: str
@@ -50,6 +50,7 @@ class Fault:
     is_death: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
     ranks: int = 0
+    recovers: bool = False
 
     @property
     def name(self) -> str:
@@ -122,6 +123,10 @@ def list_faults(device: str, quick: bool = False) -> list[Fault]:
         for how in ("SIGKILL", "SIGTERM"):
             faults.append(Fault("grows", "RS", f"{topic}:{how}", TIMEOUT, False, True, ("cpu",)))
         faults.append(Fault("grows", "RS", f"{topic}:SIGSTOP", TIMEOUT, victim_lives=False, devices=("cpu",)))
+    starved = ("ArenaError", *FAILED)  # the victim's own, and what the others hear of it
+    faults += [Fault("starves", "RS", "first:files", starved, devices=("cpu",), recovers=True)]
+    faults += [Fault("starves", "RS", how, starved, devices=("cpu",)) for how in ("later:files", "later:memory")]
+    faults += [Fault("starves", "RS", "late:files", (), devices=("cpu",))]  # peers that cannot be looked up are not gone
     faults += [Fault("withholds", "bulk", how, TIMEOUT, victim_lives=False) for how in ("sleeps", "SIGSTOP")]
     faults += [Fault("slow", kind, "host", ()) for kind in ("AG", "RS direct", "two_shot")]
     faults += [Fault("slow", kind, "device", (), devices=("cuda",)) for kind in ("RS", "RS direct", *FUSED)]
@@ -160,8 +165,8 @@ def judge(fault: Fault, outcome: Outcome, limit_s: float, victim: int, cuda: boo
     may_be_right = fault.function in ("dies", "between") or fault.kind == "message" or outcome.rank == victim or not cuda
     if "WRONG" in seen["outputs"] or not (may_be_right or seen["outputs"] in ("nan", "none")):
         return f"outputs are {seen['outputs']}"
-    if not seen["after"]:
-        return "a further call did not raise"
+    if bool(seen["after"]) == fault.recovers:
+        return f"a further call raised {seen['after'] or 'nothing'}"
     return str(seen["notes"])
 
 

@@ -6,13 +6,16 @@ Ranks are processes of tests/harness/outcomes.py, with a gloo world. Every funct
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,6 +119,45 @@ def grows(rank: int, world: int, device: str, kind: str, how: str, deadline: flo
         scene.look()
 
     return scene.finish(scene.attempt(body, lambda: begin))
+
+
+def starves(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
+    """The victim may open no further file, or map no further memory.
+
+    `how`: "first:" call of the group, a "later:" one, which needs larger memory, or one that waits for "late:" peers; then
+    "files" or "memory".
+    """
+    when, _, what = how.partition(":")
+    scene = Scene(rank, world, device, kind, deadline, victim, bound=when != "first")
+    case = scene.make.kind(scene.kind, 16 * scene.size)[0] if when == "later" else None
+    begin = time.time()
+
+    def body() -> None:
+        if when == "late" and not scene.is_victim:
+            time.sleep(1.0)
+        with starved(what) if scene.is_victim else contextlib.nullcontext():
+            scene.op(site=f"fault.starves.{when}", case=case)
+        scene.look()
+
+    return scene.finish(scene.attempt(body, lambda: begin))
+
+
+@contextlib.contextmanager
+def starved(what: str) -> Iterator[None]:
+    """Let this process open no further file, or map no further memory of any size that counts."""
+    if what == "files":
+        kind = resource.RLIMIT_NOFILE
+        with open(os.devnull) as file:
+            most = file.fileno()  # the lowest that is free
+    else:
+        kind = resource.RLIMIT_AS
+        most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (64 << 10)
+    limits = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, limits)
 
 
 def skips(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
