@@ -16,6 +16,7 @@
                                                         measure this machine for the cost model
     python -m ub_overlap plan --model llama-70b [...]   predict the step of a block, without a GPU
     python -m ub_overlap import-cfg FILE [--json]       print a tp_comm_overlap_cfg of Megatron, NeMo or TE as rules
+    python -m ub_overlap completion bash                print a script that completes ub-overlap in bash, zsh or tcsh
 
 Exit codes: 0 success; 1 the verb found a problem (`info`, `doctor`: the package cannot run here; `diff`: the reports differ;
 `bisect`: no bad site found); 2 bad usage, or a file that cannot be read; 3 an error inside this package. All flags are in

@@ -15,6 +15,7 @@ from tests.diff.samples import before, graphs, report, with_clone
 from tests.harness.no_home import leave_home
 from tests.harness.ranks import PATIENCE_S
 from ub_overlap.cli import build_parser, doctor, failures, info, main
+from ub_overlap.cli.completion import complete
 from ub_overlap.cli.parsers import Parser, all_parsers
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.runtime import plan_store
@@ -60,7 +61,7 @@ CODES = [
     (0, "diff a.json a.json"), (1, "diff a.json b.json"), (2, "diff a.json"), (2, "diff a.json nowhere.json"),
     (2, "diff other.json a.json"), (2, "diff a.json broken.json"), (2, "diff a.json b.json --dot ."),
     (1, "bisect -- true"), (1, "bisect -- false"), (2, "bisect"), (2, "bisect -- no-such-command"),
-    (2, "bisect --loss ( -- true"),
+    (2, "bisect --loss ( -- true"), (0, "completion bash"), (2, "completion fish"),
     (0, "exposed trace.json"), (2, "exposed"), (2, "exposed nowhere.json"), (2, "exposed other.json"),
     (2, "exposed broken.json"),
     (2, "calibrate"), (2, "calibrate --out nowhere/x.json"), (2, "calibrate --device tpu"),
@@ -220,6 +221,21 @@ def test_examples_parse(parser: Parser, folder: Path) -> None:
                 Path(word).mkdir()
         if "VERB" not in words:
             build_parser().parse_args(words)
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize(
+    ("words", "expected"), [(["expl"], "explain"), (["report", "sh"], "show"), (["diff", "--js"], "--json")], ids=str
+)
+def test_completion(words: list[str], expected: str, folder: Path) -> None:
+    """bash completes verbs and flags, and knows no other."""
+    (folder / "script").write_text(complete(build_parser(), "bash"))
+    code = (
+        'source ./script; rule=$(complete -p ub-overlap); function=${rule#*-F }; COMP_WORDS=(ub-overlap "$@"); COMP_CWORD=$#; '
+        '${function%% *}; echo "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "-c", code, "bash", *words], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.stdout.split(), done.stderr) == ([expected], "")
 
 
 @pytest.mark.tier("test")

@@ -17,11 +17,11 @@ from typing import Any
 
 from ub_overlap import __version__
 
-from . import bisect, cache, calibrate, cfg, diff, doctor, explain, exposed, info, plan, stored
+from . import bisect, cache, calibrate, cfg, completion, diff, doctor, explain, exposed, info, plan, stored
 from .failures import guarded, make_output_safe
 from .parsers import PROG, Parser
 
-VERBS = (info, doctor, stored, explain, diff, bisect, exposed, calibrate, plan, cfg, cache)
+VERBS = (info, doctor, stored, explain, diff, bisect, exposed, calibrate, plan, cfg, cache, completion)
 
 
 def build_parser() -> Parser:
