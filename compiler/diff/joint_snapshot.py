@@ -15,6 +15,7 @@ from ..match.collectives import find_collectives
 from ..plan.chosen_site import ChosenSite
 from ..plan.plan import Plan
 from ..reports.summary import trace_artifact
+from ..reports.trace_page import trace_page
 from .graph_store import STORE, PlanGraphs
 from .render.text import unified
 from .snapshot import Snapshot
@@ -85,5 +86,6 @@ class JointSnapshot:
             graphs = PlanGraphs(plan.digest, plan.phase, *snapshots, joint)
             STORE.record(graphs)
             trace_artifact(f"diff_{plan.phase}", "string", lambda: format_diffs(graphs))
+            trace_page(plan)
         except Exception:  # as above
             log.warning("could not store the graphs of plan %s", plan.digest, exc_info=True)

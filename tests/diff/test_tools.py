@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,16 +24,18 @@ from ub_overlap.tools import exposed
 
 
 def looked(rank: int, world: int) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return the artifacts of a step by name, the package's profiler ranges, and the events of all_gather_matmul."""
+    """Return the artifacts and pages of a step by name, the package's profiler ranges, and the events of all_gather_matmul."""
     artifacts: dict[str, str] = {}
 
-    def record(kind: str, metadata_fn: Callable[[], dict[str, Any]], payload_fn: Callable[[], str]) -> None:
-        artifacts[metadata_fn()["name"]] = payload_fn()
+    def record(kind: str, metadata_fn: Callable[[], dict[str, Any]], payload_fn: Callable[[], str] = str) -> None:
+        about = metadata_fn()
+        page = about.get("url", "").removeprefix("file://")
+        artifacts[about["name"]] = Path(page).read_text() if kind == "link" else payload_fn()
 
     case = build(rank, world, "tests.models.megatron", {"gated": True, "dims": 2, "local": 16})
     known, compat.trace_structured = compat.trace_structured, record
     try:
-        with uncached():
+        with uncached(), tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TORCH_TRACE=folder):
             function = torch.compile(case.module, backend="ub_overlap", options=FORCE)
             as_loss(function(*case.inputs)).backward()
     finally:
@@ -43,8 +48,9 @@ def looked(rank: int, world: int) -> tuple[dict[str, str], list[str], list[str]]
 
 def test_artifacts_and_ranges(pool2: RankPool) -> None:
     for artifacts, ranges, ops in pool2.run(looked):
-        what = [f"ub_overlap_{kind}_{phase}" for phase in ("forward", "backward") for kind in ("plan", "reasons", "diff")]
-        assert list(artifacts) == what
+        kinds = ("plan", "reasons", "diff", "page")
+        assert list(artifacts) == [f"ub_overlap_{kind}_{phase}" for phase in ("forward", "backward") for kind in kinds]
+        assert "<html" in artifacts["ub_overlap_page_backward"] and "backward.1" in artifacts["ub_overlap_page_backward"]
         assert json.loads(artifacts["ub_overlap_plan_forward"])["phase"] == "forward"
         assert "forward.0 all_gather_matmul: pipelined" in artifacts["ub_overlap_reasons_forward"]
         assert "all_gather + wait + 2 matmuls -> all_gather_matmul" in artifacts["ub_overlap_diff_forward"]
