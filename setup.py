@@ -56,6 +56,8 @@ def import_torch() -> Any:
     """Return torch. SystemExit with one line if there is none, or one that ub_overlap does not support."""
     supported = VERSIONS["SUPPORTED_TORCH"]
     fix = "install one of these and build with pip install --no-build-isolation"
+    # Next to the metadata of this build, torch would load the package that is being built (entry point torch.backends).
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     try:
         import torch
     except ImportError as error:

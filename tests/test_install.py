@@ -24,7 +24,7 @@ pytestmark = pytest.mark.tier("full")
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = (".*", "__pycache__", "*.egg-info", "*.so", "_C_build.json", "build", "dist")
-OTHERS = ("tabulate", "jinja2", "rich>=13", "msgspec>=0.19")
+OTHERS = ("tabulate", "jinja2", "rich>=13", "msgspec>=0.19", "shtab>=1.7")
 """What the package needs besides torch."""
 HIDDEN_SOURCES = (".ci", ".clang-format", ".gitignore")
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,34 @@ def install(model: torch.nn.Module) -> Installation:
             site = ".".join(part for part in ("/fsdp", name, str(index) if index else "") if part)
             installation._replace(param_group, site)
     return installation
+
+
+def install_at_first_forward() -> Callable[[], None]:
+    """Call `install` for every model of `fully_shard` when it first runs, unless it has been. Return what ends that.
+
+    For programs that cannot call it (`ub_overlap.enable`). Then FSDP2 knows its root module, so the place where fully_shard was
+    applied, before or after this call, does not matter.
+    """
+    state_type = compat.FSDPState
+    plain = state_type._lazy_init
+
+    def lazy_init(state: Any) -> None:
+        is_first = state._is_root is None
+        plain(state)
+        if not (is_first and state._is_root):
+            return
+        (root,) = state._modules
+        groups = [
+            group for module in root.modules() if isinstance(module, FSDPModule) for group in _fsdp_compat.param_groups(module)
+        ]
+        if not any(isinstance(_fsdp_compat.comms(group)[0], _AllGather) for group in groups):
+            install(root)
+
+    def undo() -> None:
+        state_type._lazy_init = plain
+
+    state_type._lazy_init = lazy_init
+    return undo
 
 
 class _AllGather(compat.FSDPAllGather):  # type: ignore[misc]

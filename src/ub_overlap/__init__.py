@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ub_overlap.compiler.backend import passes
     from ub_overlap.compiler.backend import ub_overlap as backend
     from ub_overlap.compiler.ddp import DDPGraphs, optimize_ddp
+    from ub_overlap.compiler.enable import disable, enable
     from ub_overlap.compiler.fp8_config import Fp8Config
     from ub_overlap.compiler.options import options
     from ub_overlap.compiler.plan.plan import Plan
@@ -68,6 +69,8 @@ __all__ = [
     "check_errors",
     "configure",
     "ddp",
+    "disable",
+    "enable",
     "errors",
     "explain",
     "flight_record",
@@ -115,6 +118,8 @@ if not TYPE_CHECKING:
         "check_errors": ("ub_overlap.runtime.functional", "check_errors"),
         "configure": ("ub_overlap.runtime.settings", "configure"),
         "ddp": ("ub_overlap.ddp", ""),
+        "disable": ("ub_overlap.compiler.enable", "disable"),
+        "enable": ("ub_overlap.compiler.enable", "enable"),
         "errors": ("ub_overlap.runtime.errors", ""),
         "explain": ("ub_overlap.compiler.reports.explain", "explain"),
         "flight_record": ("ub_overlap.runtime.session.flight", "flight_record"),

@@ -31,6 +31,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "CustomGraphPass": ("torch._inductor.custom_graph_pass:CustomGraphPass",),
     "compiled_autograd": ("torch._dynamo.compiled_autograd",),
     "aot_autograd": ("torch._dynamo.backends.common:aot_autograd",),
+    "InductorBackend": ("torch:_TorchCompileInductorWrapper",),
     "compile_fx": ("torch._inductor.compile_fx:compile_fx",),
     "compile_fx_inner": ("torch._inductor.compile_fx:compile_fx_inner",),
     "TracingContext": ("torch._guards:TracingContext",),
@@ -85,6 +86,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "TensorMeta": ("torch.distributed.tensor._dtensor_spec:TensorMeta",),
     "all_to_all_with_gradient": ("torch.distributed._functional_collectives:all_to_all_single_autograd",),
     # torch.distributed.fsdp.fully_shard (FSDP2)
+    "FSDPState": ("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",),
     "FSDPAllGather": ("torch.distributed.fsdp._fully_shard._fsdp_api:AllGather",),
     "FSDPReduceScatter": ("torch.distributed.fsdp._fully_shard._fsdp_api:ReduceScatter",),
     "work_of_future": ("torch._C._distributed_c10d:_create_work_from_future",),

@@ -47,16 +47,26 @@ def train(model: Any, replicas: range, world: int) -> list[float]:
     return losses
 
 
-def trains_as_one_process(rank: int, world: int, folder: str) -> tuple[list[float], list[float], float, dict[str, str]]:
-    """Return own losses, those of one process, the largest difference of weights read from a checkpoint, and transports."""
+def trains_as_one_process(
+    rank: int, world: int, folder: str, way: str
+) -> tuple[list[float], list[float], float, dict[str, str]]:
+    """Return own losses, those of one process, the largest difference of weights read from a checkpoint, and transports.
+
+    `way`: "by name", or "enabled", where the program names nothing of ours.
+    """
+    own: dict[str, Any] = {"inner": "aot_eager"}
+    if way == "enabled":
+        ub_overlap.enable(own, fsdp=True)
     model = whole_model()
     for layer in model.model.layers:
         fully_shard(layer)
-        layer.compile(backend="ub_overlap", options={"inner": "aot_eager"})
+        layer.compile(**({} if way == "enabled" else {"backend": "ub_overlap", "options": own}))
     fully_shard(model)
-    ub_overlap.fsdp.install(model)
+    if way == "by name":
+        ub_overlap.fsdp.install(model)
     losses = train(model, range(rank, rank + 1), world)
     calls = {site: one.transport for site, one in ub_overlap.site_stats().items() if site.startswith("/fsdp.model.layers")}
+    ub_overlap.disable()
     plain = whole_model()
     expected = train(plain, range(world), world)
     dcp.save(get_model_state_dict(model), checkpoint_id=folder)

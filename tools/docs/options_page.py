@@ -13,6 +13,11 @@ VARIABLES = (
         "`~/.cache/ub_overlap`",
         "folder of plans, tuning results, flight records and profiles; `clear-cache` removes them, profiles with `--profiles`",
     ),
+    (
+        "`UB_OVERLAP_ENABLE`",
+        "`0`",
+        "`1`, options as a JSON object, or a JSON file with them: torch calls `ub_overlap.enable(options)` when it is imported",
+    ),
     ("`UB_OVERLAP_DISABLE`", "", "patterns of sites that are left alone, e.g. `forward.3,backward.*`; wins over all overrides"),
     ("`UB_OVERLAP_DEBUG`", "`0`", "`1` shows the traceback of an error of the command line"),
     ("`UB_OVERLAP_BUILD`", "`1`", "at build time: `0` builds no extension, for machines that only look at graphs"),
