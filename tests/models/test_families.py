@@ -37,3 +37,11 @@ def test_families() -> None:
                 assert [s for s, _ in reductions] == strategies, (name, found)
                 fused = [detail for s, detail in reductions if s == "one_shot"]
                 assert all(parts in detail for detail in fused[-kernels:]), (name, found)
+
+
+def test_a_mixture_of_experts_is_one_graph() -> None:
+    """Forward and backward of Qwen 3 MoE: every collective is overlapped, or merged into one that is."""
+    pytest.importorskip("transformers")
+    with RankPool(2) as pool:
+        for found in pool.run(rank_families.train_experts):
+            assert found["error"] < 1e-4 and len(found["strategies"]) > 4 and "none" not in found["strategies"], found
