@@ -239,6 +239,21 @@ def sizes_of_parts(case: Case, group: str) -> torch.Tensor:
     return c10d_fallback.scatter_rows(partial.abs(), outer, group)
 
 
+def rounding_of_parts(case: Case, group: str, exact: torch.Tensor) -> float:
+    """Return what rounding each rank's part to the operands' type may add to a sum, in parts of the largest value.
+
+    Parts may cancel: the sum is then much smaller than what was rounded. An identity as operand gives the op's own layout.
+    """
+    kind, (lhs, rhs, addend, *rest) = case
+    if kind not in (RS, AR) or lhs[0].dtype not in (BF16, F16) or not exact.numel():
+        return 0.0
+    part = sum(a.double() @ b.double() for a, b in zip(lhs, rhs, strict=True))
+    part = part if addend is None else part + addend.double()
+    identity = torch.eye(part.shape[-1], dtype=part.dtype, device=part.device)
+    sizes = run_exact((kind, ([part.abs()], [identity], None, *rest)), group)[0]
+    return torch.finfo(lhs[0].dtype).eps / 2 * (sizes.max() / exact.abs().max()).item()
+
+
 @dataclass(frozen=True)
 class Truth:
     """Expected outputs of a case, in float64 and from the c10d op. Construction is collective, checks are not."""
@@ -246,14 +261,15 @@ class Truth:
     exact: list[torch.Tensor]
     plain: list[torch.Tensor]
     wire: float = 0.0
-    """What a float8 wire may add: 2^-4 of each rank's part, in parts of the largest value."""
+    """What rounding may add to a sum, in parts of its largest value: 2^-4 of each rank's part on a float8 wire, else as
+    `rounding_of_parts` says."""
     rounded: torch.dtype = F32
     """The type in which values were rounded, ROUNDINGS times, that an fp32 output is computed from, as scales of rows are."""
 
     @classmethod
     def of(cls, case: Case, group: str) -> Truth:
         exact, narrow = run_exact(case, group), case[0] == SRS and case[1][-1] == "float8"
-        wire = 0.0
+        wire = rounding_of_parts(case, group, exact[0])
         if narrow and exact[0].numel():
             wire = 2.0**-4 * (sizes_of_parts(case, group).max() / exact[0].abs().max()).item()
         return cls(exact, run_plain(case, group), wire, case[1][0].dtype if case[0] == FUSED else F32)
