@@ -13,10 +13,10 @@ from ub_overlap.runtime.session import inherited_groups as _inherited_groups  # 
 
 if TYPE_CHECKING:
     from ub_overlap import ddp, fsdp, pipeline
+    from ub_overlap._enable import disable, enable
     from ub_overlap.compiler.backend import passes
     from ub_overlap.compiler.backend import ub_overlap as backend
     from ub_overlap.compiler.ddp import DDPGraphs, optimize_ddp
-    from ub_overlap.compiler.enable import disable, enable
     from ub_overlap.compiler.fp8_config import Fp8Config
     from ub_overlap.compiler.options import options
     from ub_overlap.compiler.plan.plan import Plan
@@ -118,8 +118,8 @@ if not TYPE_CHECKING:
         "check_errors": ("ub_overlap.runtime.functional", "check_errors"),
         "configure": ("ub_overlap.runtime.settings", "configure"),
         "ddp": ("ub_overlap.ddp", ""),
-        "disable": ("ub_overlap.compiler.enable", "disable"),
-        "enable": ("ub_overlap.compiler.enable", "enable"),
+        "disable": ("ub_overlap._enable", "disable"),
+        "enable": ("ub_overlap._enable", "enable"),
         "errors": ("ub_overlap.runtime.errors", ""),
         "explain": ("ub_overlap.compiler.reports.explain", "explain"),
         "flight_record": ("ub_overlap.runtime.session.flight", "flight_record"),

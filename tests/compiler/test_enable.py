@@ -22,8 +22,8 @@ import ub_overlap
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
+from ub_overlap import _enable as module
 from ub_overlap import _torch_compat as compat
-from ub_overlap.compiler import enable as module
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime.errors import OptionError
 
@@ -120,23 +120,25 @@ def test_invalid_options_are_refused_at_once() -> None:
     assert compat.InductorBackend.__call__ is plain
 
 
-def test_the_variable(tmp_path: Path) -> None:
+def test_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1, a JSON object, or a file; anything else names the variable."""
     file = tmp_path / "options.json"
     file.write_text(json.dumps({"overlap": "off"}))
     known = (("1", {}), ('{"overlap": "force", "fsdp": true}', {"overlap": "force"}), (str(file), {"overlap": "off"}))
     for text, expected in known:
-        module.enable_by_variable(text)
+        monkeypatch.setenv("UB_OVERLAP_ENABLE", text)
+        module.autoload()
         assert module._options == expected
     for text in ("yes", "{overlap: force}", "[1]"):
+        monkeypatch.setenv("UB_OVERLAP_ENABLE", text)
         with pytest.raises(OptionError, match="UB_OVERLAP_ENABLE"):
-            module.enable_by_variable(text)
+            module.autoload()
 
 
 @pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("value", "first"),
-    [("", "torch"), ("0", "torch"), ("1", "torch"), ("1", "ub_overlap.compiler.enable"), ("1", "ub_overlap.compiler.options")],
+    [("", "torch"), ("0", "torch"), ("1", "torch"), ("1", "ub_overlap._enable"), ("1", "ub_overlap.compiler.options")],
 )
 def test_torch_calls_the_entry_point(value: str, first: str) -> None:
     """`import torch` alone enables it where the variable says so, also in the middle of our own imports.
@@ -150,4 +152,6 @@ def test_torch_calls_the_entry_point(value: str, first: str) -> None:
     environment = {**os.environ, "UB_OVERLAP_ENABLE": value}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=120, check=False)
-    assert done.stdout.split() == (["ub_overlap.compiler.enable", "True"] if value == "1" else ["torch", "False"]), done.stderr
+    assert done.stdout.split() == (["ub_overlap._enable", str("compiler" in first)] if value == "1" else ["torch", "False"]), (
+        done.stderr
+    )

@@ -47,6 +47,7 @@ def build_parser() -> Parser:
     verbs: Any = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in VERBS:
         verb.add(verbs, as_json)
+    parser.set_defaults(parser=parser)  # `completion` prints it
     return parser
 
 

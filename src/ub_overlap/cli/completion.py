@@ -17,19 +17,19 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
         examples=["completion bash > ~/.local/share/bash-completion/completions/ub-overlap"],
     )  # fmt: skip
     parser.add_argument("shell", choices=SHELLS, help="the shell")
-    parser.set_defaults(run=lambda flags: run(flags.shell))
+    parser.set_defaults(run=run)
 
 
-def run(shell: str) -> int:
-    """Print the script: of the installed command, as shells cannot complete `python -m ub_overlap`."""
-    from . import build_parser
-
-    print(complete(build_parser(), shell))
+def run(flags: argparse.Namespace) -> int:
+    print(complete(flags.parser, flags.shell))
     return 0
 
 
 def complete(parser: Parser, shell: str) -> str:
-    """Return the script for a parser and its verbs. A value without choices is completed as the name of a file."""
+    """Return the script for a parser and its verbs. A value without choices is completed as the name of a file.
+
+    It completes the installed command: shells cannot complete `python -m ub_overlap`.
+    """
     import shtab
 
     parser.prog = COMMAND

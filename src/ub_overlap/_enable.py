@@ -5,17 +5,18 @@ the object that torch.compile makes for backend="inductor". Its call is replaced
 backend="ub_overlap" with the options of `enable`, and with the program's own options of Inductor, which stay as they are:
 neither Inductor's configuration nor the object holds anything of ours.
 
-    graph of Dynamo -> torch's object for "inductor" -> is there a group of several ranks? -> compiler/backend.py
+    graph of Dynamo -> torch's object for "inductor" -> is there a group of several ranks? -> ub_overlap/compiler/backend.py
                                                                                      no    -> Inductor, as without us
 
-torch may import this file at the end of its own import, begun by any other file of this package (_autoload.py). So it imports
-torch in functions only.
+torch calls `autoload` at the end of its own import (entry point "torch.backends"), which any other file of this package may
+have begun. So this file imports torch in functions only.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def enable(options: Mapping[str, Any] | None = None, *, fsdp: bool = False) -> N
     are. A second call replaces the first. A process without a group of several ranks is not changed. OptionError for invalid
     options.
     """
-    from .options import parse
+    from ub_overlap.compiler.options import parse
 
     options = dict(options or {})
     parse(options, compat.inductor_option_names())
@@ -50,11 +51,14 @@ def disable() -> None:
         _undo.pop()()
 
 
-def enable_by_variable(text: str) -> None:
-    """Enable with the value of UB_OVERLAP_ENABLE: 1, or the arguments of `enable` as JSON (_read_options).
+def autoload() -> None:
+    """Enable with the value of UB_OVERLAP_ENABLE: 1, or the arguments of `enable` as JSON. "", 0: not.
 
-    torch calls this when it is imported (_autoload.py), so the options are validated by the first compilation.
+    The options are validated by the first compilation.
     """
+    text = os.environ.get(VARIABLE, "").strip()
+    if text in ("", "0"):
+        return
     options = {} if text == "1" else _read_options(text)
     fsdp = options.pop("fsdp", False)
     _enable(options, bool(fsdp))
@@ -98,7 +102,7 @@ def _replace_call() -> Callable[[], None]:
     def call(self: Any, model: Any, inputs: Any, **more: Any) -> Any:
         if not (type(self) is backend_type and _has_peers()):  # of a subclass, AOTInductor's, programs run elsewhere
             return plain(self, model, inputs, **more)
-        from .backend import ub_overlap
+        from ub_overlap.compiler.backend import ub_overlap
 
         theirs = {**self.config, **(more.get("config_patches") or {})}
         return ub_overlap(model, inputs, options={**_options, **theirs})
