@@ -180,10 +180,11 @@ def dependencies(is_pinned: bool) -> list[str]:
 
 BUILDS = os.environ.get("UB_OVERLAP_BUILD", "1") != "0"
 compiles = BUILDS and not COMPILING.isdisjoint(sys.argv)
-package_dir = packages()
+package_dir = {"": "src", **packages()}
 is_pinned = compiles or (BUILDS and "dist_info" in sys.argv)  # the metadata that pip reads before it builds the wheel
 setuptools.setup(
-    packages=list(package_dir),
+    packages=[name for name in package_dir if name],
+    py_modules=["_ub_overlap_autoload"],
     package_dir=package_dir,
     install_requires=dependencies(is_pinned),
     **project(),

@@ -36,15 +36,21 @@ more than 30, and so a 16-bit or fp32 copy of an activation's gradient that is c
 
 
 def ub_overlap(
-    gm: GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
+    gm: GraphModule,
+    example_inputs: list[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+    region: str | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo; torch.compile finds this function under the name "ub_overlap".
 
     `options`: ours (compiler/options.py), and Inductor's by name. `mode`: Inductor's. torch does not accept it together with
-    options, which take it as {"mode": ...} instead. OptionError for invalid options.
+    options, which take it as {"mode": ...} instead. `region`: the name that Inductor gives the code. OptionError for invalid
+    options.
     """
     if in_flight := find_in_flight(example_inputs):
-        compiled = ub_overlap(gm, landed_examples(example_inputs, in_flight), options=options, mode=mode)
+        compiled = ub_overlap(gm, landed_examples(example_inputs, in_flight), options=options, mode=mode, region=region)
         return with_landed_inputs(compiled, in_flight)
     ours, theirs = parse_and_load(options)
     if ours.inner == "aot_eager":
@@ -53,10 +59,11 @@ def ub_overlap(
     facts = GraphInputs.of(example_inputs)
     own_passes = _make_passes(ours, facts, input_names(gm.graph))
     patches = _inductor_options(ours, theirs, mode or ours.mode, own_passes)
-    inner = {"inner_compile": inner_compiler(facts.parameters)} if ours.defer_weight_gradients else {}
+    more = {"inner_compile": inner_compiler(facts.parameters)} if ours.defer_weight_gradients else {}
+    more |= {"compile_region_name": region} if region else {}
     rewrite = own_passes[1]
     rewrite.key = cached_graphs.key_of(gm, example_inputs, rewrite.uuid())
-    compiled = compat.compile_fx(gm, example_inputs, config_patches=patches, **inner)
+    compiled = compat.compile_fx(gm, example_inputs, config_patches=patches, **more)
     if not rewrite.has_run:
         cached_graphs.remember_cached(rewrite.key, ours.overlap)
     return compiled

@@ -86,6 +86,9 @@ class JointSnapshot:
             graphs = PlanGraphs(plan.digest, plan.phase, *snapshots, joint)
             STORE.record(graphs)
             trace_artifact(f"diff_{plan.phase}", "string", lambda: format_diffs(graphs))
-            trace_page(plan)
         except Exception:  # as above
             log.warning("could not store the graphs of plan %s", plan.digest, exc_info=True)
+        try:
+            trace_page(plan)
+        except Exception:  # as above
+            log.warning("could not write the page of plan %s", plan.digest, exc_info=True)

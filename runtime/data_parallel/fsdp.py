@@ -70,8 +70,8 @@ def install(model: torch.nn.Module) -> Installation:
     """
     groups = ServedGroups("fully_shard")
     installation = Installation(groups)
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    if not modules:
+    named = _named_groups(model)
+    if not named:
         raise errors.OptionError(
             "no module of the model is sharded by fully_shard",
             where="ub_overlap.fsdp.install",
@@ -79,20 +79,19 @@ def install(model: torch.nn.Module) -> Installation:
             expected="a model to whose modules torch.distributed.fsdp.fully_shard was applied",
             fix="call install after fully_shard; torch.compile traces other kinds of ZeRO-3 by itself",
         )
-    for name, module in modules.items():
-        for index, param_group in enumerate(_fsdp_compat.param_groups(module)):
-            if isinstance(_fsdp_compat.comms(param_group)[0], _AllGather):
-                installation.remove()
-                raise errors.OptionError(
-                    f"module '{name}' has ub_overlap's collectives already",
-                    where="ub_overlap.fsdp.install",
-                    fix="call remove() of the first installation, or install once for the root module",
-                )
-            if isinstance(param_group.offload_policy, CPUOffloadPolicy):
-                groups.say_once(f"module '{name}' keeps torch's collectives: its parameters are offloaded to the CPU")
-                continue
-            site = ".".join(part for part in ("/fsdp", name, str(index) if index else "") if part)
-            installation._replace(param_group, site)
+    for name, index, param_group in named:
+        if _is_served(param_group):
+            installation.remove()
+            raise errors.OptionError(
+                f"module '{name}' has ub_overlap's collectives already",
+                where="ub_overlap.fsdp.install",
+                fix="call remove() of the first installation, or install once for the root module",
+            )
+        if isinstance(param_group.offload_policy, CPUOffloadPolicy):
+            groups.say_once(f"module '{name}' keeps torch's collectives: its parameters are offloaded to the CPU")
+            continue
+        site = ".".join(part for part in ("/fsdp", name, str(index) if index else "") if part)
+        installation._replace(param_group, site)
     return installation
 
 
@@ -102,26 +101,28 @@ def install_at_first_forward() -> Callable[[], None]:
     For programs that cannot call it (`ub_overlap.enable`). Then FSDP2 knows its root module, so the place where fully_shard was
     applied, before or after this call, does not matter.
     """
-    state_type = compat.FSDPState
-    plain = state_type._lazy_init
 
-    def lazy_init(state: Any) -> None:
-        is_first = state._is_root is None
-        plain(state)
-        if not (is_first and state._is_root):
-            return
-        (root,) = state._modules
-        groups = [
-            group for module in root.modules() if isinstance(module, FSDPModule) for group in _fsdp_compat.param_groups(module)
-        ]
-        if not any(isinstance(_fsdp_compat.comms(group)[0], _AllGather) for group in groups):
+    def serve(root: torch.nn.Module) -> None:
+        named = _named_groups(root)
+        if torch.distributed.get_world_size() > 1 and named and not any(_is_served(group) for _, _, group in named):
             install(root)
 
-    def undo() -> None:
-        state_type._lazy_init = plain
+    return _fsdp_compat.at_first_forward(serve)
 
-    state_type._lazy_init = lazy_init
-    return undo
+
+def _named_groups(model: torch.nn.Module) -> list[tuple[str, int, Any]]:
+    """Return (module, number in it, parameter group) of all groups. One that fully_shard([a, b]) made is named by a."""
+    named = {
+        id(group): (name, index, group)
+        for name, module in reversed(list(model.named_modules()))  # the first module of a group names it
+        if isinstance(module, FSDPModule)
+        for index, group in enumerate(_fsdp_compat.param_groups(module))
+    }
+    return list(named.values())[::-1]
+
+
+def _is_served(param_group: Any) -> bool:
+    return isinstance(_fsdp_compat.comms(param_group)[0], _AllGather)
 
 
 class _AllGather(compat.FSDPAllGather):  # type: ignore[misc]

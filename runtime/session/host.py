@@ -12,7 +12,6 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Iterator
 
 from ..errors import ArenaError
 from ..extension import extension
@@ -27,9 +26,7 @@ def host_id(device: str) -> str:
     pretended = extension().testing.host_id()
     if pretended:
         return pretended
-    declared, boot = own_host(), ""
-    with _readable("/proc/sys/kernel/random/boot_id"), open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
+    boot, declared = _read("/proc/sys/kernel/random/boot_id"), own_host()
     parts = {"pid namespaces": _link("/proc/self/ns/pid"), "time namespaces": _link("/proc/self/ns/time")}
     if device == "cuda":
         parts["temporary directories (TMPDIR)"] = _identify(_socket_directory())
@@ -48,20 +45,20 @@ def has_ended(pid: int) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def _readable(path: str) -> Iterator[None]:
-    """Pass over what this kernel does not have or hides. ArenaError where this process has no descriptor left for it.
+def _read(path: str) -> str:
+    """Return the text of a file, "" where this kernel does not have it or hides it.
 
-    A rank that cannot see its host would be one of another host to its peers, and the group would not be served.
+    ArenaError where no further file can be opened: a rank that cannot see its host would be one of another host to its peers,
+    and the group would not be served.
     """
     try:
-        yield
+        with open(path) as file:
+            return file.read().strip()
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
-            return
-        raise ArenaError(
-            "cannot look up which host this is", where=path, got=str(error), fix="raise the limit of open files (ulimit -n)"
-        ) from error
+            return ""
+        fix = "raise the limit of open files (ulimit -n, or fs.file-max of the host)"
+        raise ArenaError("cannot look up which host this is", where=path, got=str(error), fix=fix) from error
 
 
 def _link(path: str) -> str:

@@ -37,7 +37,7 @@ def announce_process(members: Any) -> None:
 
 def watch_processes(exchange: Exchange, topic: str) -> Callable[[], None]:
     """Return a check for a wait on `topic`: PeerTimeoutError for a peer that has compiled on this host and is gone."""
-    last = time.monotonic()
+    last, host = time.monotonic(), host_id("cpu")
 
     def check() -> None:
         nonlocal last
@@ -47,7 +47,7 @@ def watch_processes(exchange: Exchange, topic: str) -> Callable[[], None]:
         last = now
         for rank in range(exchange.ranks):
             process = exchange.read_key(_key(exchange.group, rank)) if rank != exchange.rank else None
-            if process and process["host"] == host_id("cpu") and has_ended(process["pid"]):
+            if process and process["host"] == host and has_ended(process["pid"]):
                 raise exchange.gone_error(rank, topic)
 
     return check

@@ -8,15 +8,14 @@ neither Inductor's configuration nor the object holds anything of ours.
     graph of Dynamo -> torch's object for "inductor" -> is there a group of several ranks? -> ub_overlap/compiler/backend.py
                                                                                      no    -> Inductor, as without us
 
-torch calls `autoload` at the end of its own import (entry point "torch.backends"), which any other file of this package may
-have begun. So this file imports torch in functions only.
+torch may call `enable_by_variable` at the end of its own import (src/_ub_overlap_autoload.py), which any other file of this
+package may have begun. So this file imports torch in functions only.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,10 @@ _options: dict[str, Any] = {}
 def enable(options: Mapping[str, Any] | None = None, *, fsdp: bool = False) -> None:
     """Compile what torch.compile(backend="inductor") gets from now on with overlap. `disable()` undoes it.
 
-    `options`: as of backend="ub_overlap". `fsdp`: serve the modules of fully_shard too, as `ub_overlap.fsdp.install` does, each
-    model when it first runs. Call it on all ranks, before the first step: compiled graphs and models that have run stay as they
-    are. A second call replaces the first. A process without a group of several ranks is not changed. OptionError for invalid
-    options.
+    `options`: as of backend="ub_overlap"; with inner="aot_eager" the program's options of Inductor have no effect. `fsdp`:
+    serve the modules of fully_shard too, as `ub_overlap.fsdp.install` does, each model when it first runs. Call it on all
+    ranks, before the first step: compiled graphs and models that have run stay as they are. A second call replaces the first. A
+    process without a group of several ranks is not changed. OptionError for invalid options.
     """
     from ub_overlap.compiler.options import parse
 
@@ -51,47 +50,42 @@ def disable() -> None:
         _undo.pop()()
 
 
-def autoload() -> None:
-    """Enable with the value of UB_OVERLAP_ENABLE: 1, or the arguments of `enable` as JSON. "", 0: not.
+def enable_by_variable(text: str) -> None:
+    """Enable with the value of UB_OVERLAP_ENABLE: 1, or the arguments of `enable` as a JSON object or a file with one.
 
-    The options are validated by the first compilation.
+    torch calls this when it is imported, so the options themselves are validated by the first compilation.
     """
-    text = os.environ.get(VARIABLE, "").strip()
-    if text in ("", "0"):
-        return
-    options = {} if text == "1" else _read_options(text)
-    fsdp = options.pop("fsdp", False)
-    _enable(options, bool(fsdp))
+    arguments = {} if text.lower() in ("1", "true", "yes", "on") else _read_arguments(text)
+    _enable(arguments, arguments.pop("fsdp", False))
 
 
-def _read_options(text: str) -> dict[str, Any]:
-    """Return the options of a JSON object, or of a file with one; the name "fsdp" is that of `enable`'s argument."""
+def _read_arguments(text: str) -> dict[str, Any]:
+    """Return a JSON object of options, in which "fsdp" is `enable`'s other argument."""
     try:
         found = json.loads(text if text.startswith("{") else Path(text).read_text())
-        if isinstance(found, dict):
+        if isinstance(found, dict) and isinstance(found.get("fsdp", False), bool):
             return found
-        got = f"a JSON {type(found).__name__}"
+        got = json.dumps(found)
     except (OSError, ValueError) as error:
         got = str(error)
     raise errors.OptionError(
         what=f"{VARIABLE} has no options",
         where=f"{VARIABLE}={text}",
         got=got,
-        expected='1, 0, a JSON object such as {"overlap": "force"}, or the path of a file with one',
+        expected='1, 0, a JSON object such as {"overlap": "force", "fsdp": true}, or the path of a file with one',
     )
 
 
 def _enable(options: dict[str, Any], fsdp: bool) -> None:
     global _options
-    disable()
-    _options = options
-    _undo.append(_replace_call())
+    hooks = [_replace_call]
     if fsdp:
         from ub_overlap.runtime.data_parallel.fsdp import install_at_first_forward
 
-        _undo.append(install_at_first_forward())
-    said = "".join(f" {name}={value!r}" for name, value in options.items())
-    log.info("torch.compile's backend 'inductor'%s overlaps:%s", " and fully_shard" if fsdp else "", said or " default options")
+        hooks.append(install_at_first_forward)
+    disable()
+    _options = options
+    _undo.extend(hook() for hook in hooks)
 
 
 def _replace_call() -> Callable[[], None]:
@@ -99,13 +93,15 @@ def _replace_call() -> Callable[[], None]:
     backend_type = compat.InductorBackend
     plain = backend_type.__call__
 
-    def call(self: Any, model: Any, inputs: Any, **more: Any) -> Any:
-        if not (type(self) is backend_type and _has_peers()):  # of a subclass, AOTInductor's, programs run elsewhere
-            return plain(self, model, inputs, **more)
+    def call(self: Any, model: Any, inputs: Any, *, config_patches: dict[str, Any] | None = None, **more: Any) -> Any:
+        # Of a subclass, AOTInductor's, programs run elsewhere. `more`: of a torch that we do not know.
+        if type(self) is not backend_type or more or not _has_peers():
+            return plain(self, model, inputs, **({"config_patches": config_patches} if config_patches else {}), **more)
         from ub_overlap.compiler.backend import ub_overlap
 
-        theirs = {**self.config, **(more.get("config_patches") or {})}
-        return ub_overlap(model, inputs, options={**_options, **theirs})
+        log.info("backend 'inductor' overlaps: %s", _options or "default options")
+        options = {**_options, **self.config, **(config_patches or {})}
+        return ub_overlap(model, inputs, options=options, region=getattr(self, "name", None))
 
     def undo() -> None:
         backend_type.__call__ = plain

@@ -5,6 +5,7 @@ Names of private modules are in `_torch_compat.py`. `tests/test_torch_compat.py`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -28,6 +29,26 @@ def set_comms(param_group: Any, all_gather: Any, reduce_scatter: Any) -> None:
 def gather_group(param_group: Any) -> Any:
     """Return the process group of the next all_gather: a smaller one if parameters were resharded to fewer ranks."""
     return param_group._all_gather_process_group
+
+
+def at_first_forward(call: Callable[[Any], None]) -> Callable[[], None]:
+    """Call `call(root)` for the root module of each model of fully_shard before it first runs. Return what ends that."""
+    from ub_overlap import _torch_compat as compat
+
+    state_type = compat.FSDPState
+    plain = state_type._lazy_init
+
+    def lazy_init(state: Any) -> None:
+        is_first = state._is_root is None
+        plain(state)
+        if is_first and state._is_root and type(state) is state_type:  # torch's replicate has a subclass
+            call(state._modules[0])
+
+    def end() -> None:
+        state_type._lazy_init = plain
+
+    state_type._lazy_init = lazy_init
+    return end
 
 
 def unsharded_parameters(param_group: Any) -> list[Any]:

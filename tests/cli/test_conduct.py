@@ -15,7 +15,7 @@ from tests.diff.samples import before, graphs, report, with_clone
 from tests.harness.no_home import leave_home
 from tests.harness.ranks import PATIENCE_S
 from ub_overlap.cli import build_parser, doctor, failures, info, main
-from ub_overlap.cli.completion import complete
+from ub_overlap.cli.completion import SHELLS, complete
 from ub_overlap.cli.parsers import Parser, all_parsers
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.runtime import plan_store
@@ -236,6 +236,12 @@ def test_completion(words: list[str], expected: str, folder: Path) -> None:
     )
     done = subprocess.run(["bash", "-c", code, "bash", *words], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.stdout.split(), done.stderr) == ([expected], "")
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_of_all_shells(shell: str) -> None:
+    text = complete(build_parser(), shell)
+    assert all(verb in text for verb in verbs_of(build_parser())) and "ub-overlap" in text
 
 
 @pytest.mark.tier("test")

@@ -120,19 +120,19 @@ def test_invalid_options_are_refused_at_once() -> None:
     assert compat.InductorBackend.__call__ is plain
 
 
-def test_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable(tmp_path: Path) -> None:
     """1, a JSON object, or a file; anything else names the variable."""
     file = tmp_path / "options.json"
+    plain = compat.FSDPState._lazy_init
     file.write_text(json.dumps({"overlap": "off"}))
     known = (("1", {}), ('{"overlap": "force", "fsdp": true}', {"overlap": "force"}), (str(file), {"overlap": "off"}))
     for text, expected in known:
-        monkeypatch.setenv("UB_OVERLAP_ENABLE", text)
-        module.autoload()
+        module.enable_by_variable(text)
         assert module._options == expected
-    for text in ("yes", "{overlap: force}", "[1]"):
-        monkeypatch.setenv("UB_OVERLAP_ENABLE", text)
+        assert (compat.FSDPState._lazy_init is not plain) == ("fsdp" in text)
+    for text in ("maybe", "{overlap: force}", '{"fsdp": "no"}'):
         with pytest.raises(OptionError, match="UB_OVERLAP_ENABLE"):
-            module.autoload()
+            module.enable_by_variable(text)
 
 
 @pytest.mark.tier("test")
@@ -143,15 +143,13 @@ def test_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_calls_the_entry_point(value: str, first: str) -> None:
     """`import torch` alone enables it where the variable says so, also in the middle of our own imports.
 
-    Else the compiler is not imported.
+    Else nothing of ub_overlap is imported.
     """
     code = (
         f"import sys, {first}, torch; "
-        "print(torch._TorchCompileInductorWrapper.__call__.__module__, 'ub_overlap.compiler' in sys.modules)"
+        "print(torch._TorchCompileInductorWrapper.__call__.__module__, 'ub_overlap' in sys.modules)"
     )
     environment = {**os.environ, "UB_OVERLAP_ENABLE": value}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=120, check=False)
-    assert done.stdout.split() == (["ub_overlap._enable", str("compiler" in first)] if value == "1" else ["torch", "False"]), (
-        done.stderr
-    )
+    assert done.stdout.split() == (["ub_overlap._enable", "True"] if value == "1" else ["torch", "False"]), done.stderr

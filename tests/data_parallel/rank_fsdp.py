@@ -372,3 +372,24 @@ def no_transport(rank: int, world: int) -> tuple[list[str], list[str]]:
         if len(ub_overlap.fsdp.install(model)):
             bad.append("offload")
     return bad, [*texts, *wide, *offloaded]
+
+
+def modules_of_one_group(rank: int, world: int) -> tuple[int, list[str], int]:
+    """Return the number of groups that `install` serves, their sites, and the calls of a hook at the first forward.
+
+    fully_shard([a, b]), as torchtitan shards norm and head, makes one group for both.
+    """
+    mesh = init_device_mesh("cpu", (world,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    fully_shard([model[1], model[2]], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    roots: list[Any] = []
+    end = _fsdp_compat.at_first_forward(roots.append)
+    try:
+        for _ in range(2):
+            model(torch.zeros(2, 4))
+    finally:
+        end()
+    installation = ub_overlap.fsdp.install(model)
+    sites = sorted(_fsdp_compat.comms(group)[0]._site for group, *_ in installation._replaced)
+    return len(installation), sites, sum(root is model for root in roots)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.fake_ranks import FakeRanks
 from tests.harness.outcomes import observe_ranks
 from tests.harness.ranks import RankPool
 
@@ -91,3 +92,8 @@ def test_a_rank_that_dies_in_a_gather() -> None:
     assert found["error"] in ("PeerDiedError", "PeerTimeoutError", "PeerFailedError"), found
     assert "/fsdp.all_gather" in found["text"] and found["ours"], found
     assert found["seconds"] < 2 * STEP + 20, found
+
+
+def test_modules_of_one_group(fake2: FakeRanks) -> None:
+    """They are served once, by the name of the first, and a model is seen once at its first forward."""
+    assert fake2.run(rank_fsdp.modules_of_one_group) == [(2, ["/fsdp.1.all_gather", "/fsdp.all_gather"], 1)]

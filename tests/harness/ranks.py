@@ -340,7 +340,7 @@ class RankPool:
         return self._read_stacks(ranks)
 
     def _read_stacks(self, ranks: Any) -> str:
-        """Return the stacks that ranks have written: on request, or when a signal ended them."""
+        """Return what ranks have written to stderr: stacks, on request or when a signal ended them, and warnings."""
         files = {rank: Path(self._folder, f"stacks.{rank}") for rank in ranks}
         return "\n".join(f"rank {rank}:\n{_crash_of(file.read_text())}" for rank, file in files.items() if file.exists())
 

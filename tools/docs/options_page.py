@@ -16,7 +16,7 @@ VARIABLES = (
     (
         "`UB_OVERLAP_ENABLE`",
         "`0`",
-        "`1`, options as a JSON object, or a JSON file with them: torch calls `ub_overlap.enable(options)` when it is imported",
+        '`1`, options as a JSON object, or a file with one (`"fsdp": true` too): `ub_overlap.enable` when torch is imported',
     ),
     ("`UB_OVERLAP_DISABLE`", "", "patterns of sites that are left alone, e.g. `forward.3,backward.*`; wins over all overrides"),
     ("`UB_OVERLAP_DEBUG`", "`0`", "`1` shows the traceback of an error of the command line"),
