@@ -7,13 +7,13 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import ub_overlap
+from tests.harness.limits import limited, mapped_bytes
 from ub_overlap.runtime import settings
 
 from .rank_failures import attempt
@@ -29,13 +29,10 @@ def no_more_threads() -> Iterator[None]:
     for _ in range(12):
         threading.Thread(target=done.wait, daemon=True).start()
     time.sleep(0.3)
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (held + (5 << 20), limits[1]))
     try:
-        yield
+        with limited(resource.RLIMIT_AS, mapped_bytes() + (5 << 20)):
+            yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
         done.set()
 
 

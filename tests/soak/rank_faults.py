@@ -12,16 +12,16 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import ub_overlap
+from tests.harness.limits import limited, mapped_bytes
 from tests.harness.strike import signal_before_exchange
 from ub_overlap.runtime import ops, plan_store
 from ub_overlap.runtime.session import session
@@ -142,22 +142,12 @@ def starves(rank: int, world: int, device: str, kind: str, how: str, deadline: f
     return scene.finish(scene.attempt(body, lambda: begin))
 
 
-@contextlib.contextmanager
-def starved(what: str) -> Iterator[None]:
+def starved(what: str) -> contextlib.AbstractContextManager[None]:
     """Let this process open no further file, or map no further memory of any size that counts."""
-    if what == "files":
-        kind = resource.RLIMIT_NOFILE
-        with open(os.devnull) as file:
-            most = file.fileno()  # the lowest that is free
-    else:
-        kind = resource.RLIMIT_AS
-        most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (64 << 10)
-    limits = resource.getrlimit(kind)
-    resource.setrlimit(kind, (most, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(kind, limits)
+    if what == "memory":
+        return limited(resource.RLIMIT_AS, mapped_bytes() + (64 << 10))
+    with open(os.devnull) as file:
+        return limited(resource.RLIMIT_NOFILE, file.fileno())  # the lowest that is free
 
 
 def skips(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
