@@ -232,26 +232,32 @@ def run_exact(case: Case, group: str) -> list[torch.Tensor]:
 
 
 def sizes_of_parts(case: Case, group: str) -> torch.Tensor:
-    """Return the sum of absolute contributions of all ranks to each element of a scaled scatter, in float64."""
-    lhs, rhs, lhs_scales, rhs_scales, partial, outer = map(doubled, case[1][:6])
-    for a, b, a_scale, b_scale in zip(lhs, rhs, lhs_scales, rhs_scales, strict=True):
-        partial = c10d_fallback.scaled_matmul(a, b, a_scale, b_scale, partial, torch.float64, False)
-    return c10d_fallback.scatter_rows(partial.abs(), outer, group)
+    """Return the sum of absolute contributions of all ranks to each element of a sum over ranks, in float64."""
+    if case[0] == SRS:
+        lhs, rhs, lhs_scales, rhs_scales, partial, outer = map(doubled, case[1][:6])
+        for a, b, a_scale, b_scale in zip(lhs, rhs, lhs_scales, rhs_scales, strict=True):
+            partial = c10d_fallback.scaled_matmul(a, b, a_scale, b_scale, partial, torch.float64, False)
+        return c10d_fallback.scatter_rows(partial.abs(), outer, group)
+    lhs, rhs, addend, *rest = case[1]
+    partial = sum(a.double() @ b.double() for a, b in zip(lhs, rhs, strict=True))
+    partial = partial if addend is None else partial + addend.double()
+    identity = torch.eye(partial.shape[-1], dtype=partial.dtype, device=partial.device)  # as operand: the op's own layout
+    return run_exact((case[0], ([partial.abs()], [identity], None, *rest)), group)[0]
 
 
 def rounding_of_parts(case: Case, group: str, exact: torch.Tensor) -> float:
-    """Return what rounding each rank's part to the operands' type may add to a sum, in parts of the largest value.
+    """Return what rounding the parts of all ranks may add to their sum, in parts of its largest value.
 
-    Parts may cancel: the sum is then much smaller than what was rounded. An identity as operand gives the op's own layout.
+    Parts may cancel: the sum is then much smaller than what was rounded.
     """
-    kind, (lhs, rhs, addend, *rest) = case
-    if kind not in (RS, AR) or lhs[0].dtype not in (BF16, F16) or not exact.numel():
+    rounding = 0.0
+    if case[0] == SRS and case[1][-1] == "float8":
+        rounding = 2.0**-4
+    elif case[0] in (RS, AR) and case[1][0][0].dtype in (BF16, F16):
+        rounding = torch.finfo(case[1][0][0].dtype).eps / 2
+    if not rounding or not exact.numel():
         return 0.0
-    part = sum(a.double() @ b.double() for a, b in zip(lhs, rhs, strict=True))
-    part = part if addend is None else part + addend.double()
-    identity = torch.eye(part.shape[-1], dtype=part.dtype, device=part.device)
-    sizes = run_exact((kind, ([part.abs()], [identity], None, *rest)), group)[0]
-    return torch.finfo(lhs[0].dtype).eps / 2 * (sizes.max() / exact.abs().max()).item()
+    return rounding * sizes_of_parts(case, group).max().item() / (exact.abs().max().item() or 1.0)
 
 
 @dataclass(frozen=True)
@@ -261,17 +267,14 @@ class Truth:
     exact: list[torch.Tensor]
     plain: list[torch.Tensor]
     wire: float = 0.0
-    """What rounding may add to a sum, in parts of its largest value: 2^-4 of each rank's part on a float8 wire, else as
-    `rounding_of_parts` says."""
+    """What rounding the parts of a sum may add, in parts of its largest value: 2^-4 of each on a float8 wire."""
     rounded: torch.dtype = F32
     """The type in which values were rounded, ROUNDINGS times, that an fp32 output is computed from, as scales of rows are."""
 
     @classmethod
     def of(cls, case: Case, group: str) -> Truth:
-        exact, narrow = run_exact(case, group), case[0] == SRS and case[1][-1] == "float8"
+        exact = run_exact(case, group)
         wire = rounding_of_parts(case, group, exact[0])
-        if narrow and exact[0].numel():
-            wire = 2.0**-4 * (sizes_of_parts(case, group).max() / exact[0].abs().max()).item()
         return cls(exact, run_plain(case, group), wire, case[1][0].dtype if case[0] == FUSED else F32)
 
     def check(self, ours: list[torch.Tensor], what: str = "") -> tuple[float, float]:
