@@ -10,15 +10,13 @@ from tests.compiler.rank_compile import FORCE, build, plans_of
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.ranks import RankPool
 
-FAST = {"inner": "aot_eager"}
-
 
 def digests(rank: int, world: int, module: str, variant: dict[str, Any], options: dict[str, Any]) -> list[str]:
     case = build(rank, world, module, variant)
-    return [plan.shared_digest for plan in plans_of(case.module, case.inputs, {**options, **FAST})]
+    return [plan.shared_digest for plan in plans_of(case.module, case.inputs, options)]
 
 
-@pytest.mark.parametrize("options", [FORCE, {"profile": "h200", "min_bytes": 0}], ids=["force", "auto"])
+@pytest.mark.parametrize("options", [FORCE, {"profile": "h200", "min_bytes": 0, "inner": "aot_eager"}], ids=["force", "auto"])
 @pytest.mark.parametrize(
     ("module", "variant"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +32,7 @@ def run_batch(rank: int, world: int, seed: int, first: int, count: int, sabotage
     # oneDNN keeps compiled primitives of up to 1024 shapes, about 300 KB each: resident memory would grow with the shapes.
     torch.backends.mkldnn.enabled = False
     settings.configure(step_timeout_s=60.0, init_timeout_s=60.0)
-    if not _Filled.yet:
-        _Filled.yet = True
-        fill_areas(group, rank, world)
+    fill_areas(group, rank, world)
     batch = _Batch(group, rank, world, seed, sabotage)
     for number in range(first, first + count):
         if not batch.run(number, is_last=number == first + count - 1):
@@ -41,11 +40,7 @@ def run_batch(rank: int, world: int, seed: int, first: int, count: int, sabotage
     return {"bad": batch.bad[:MAX_ERRORS], "broken": batch.is_broken, "resources": measure_resources(first + count)}
 
 
-class _Filled:
-    yet = False
-    """Whether this process has landing memory of its largest size."""
-
-
+@functools.cache  # once in a process
 def fill_areas(group: str, rank: int, world: int) -> None:
     """Exchange the largest pieces between all ranks in all slots.
 
