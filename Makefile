@@ -8,6 +8,7 @@ PYTEST ?=
 WORKERS ?= 2
 
 VENV := .venv
+OTHERS := $(patsubst .venv-%,%,$(wildcard .venv-*))
 BIN := $(VENV)/bin
 PY_DIRS := src compiler runtime tools build_tools examples tests benchmarks docs
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null | sort)
@@ -19,7 +20,8 @@ help:
 	@echo "make demo     train a small Llama on 2 local ranks: eager, without and with overlap, side by side"
 	@echo "make check    lint, types, words, and the pure tests: 2 minutes"
 	@echo "make test     with the tests on ranks and of programs, by WORKERS=$(WORKERS) processes of pytest: 15 minutes"
-	@echo "make full     everything: also fuzz, families, soak, installs, examples, benchmarks"
+	@echo "make full     everything: also fuzz, families, soak, installs, examples, benchmarks, other releases of torch"
+	@echo "make torch-2.15.0   make test with that release, in .venv-2.15.0; once that is there, a part of make full"
 	@echo "make sanitize the CPU runtime under ASan and UBSan, then under TSan, with tests of ranks: 20 minutes"
 	@echo "make lint     ruff, clang-format, pyrefly, words   make format   let ruff and clang-format rewrite"
 	@echo "make docs     the documentation as a site in build/docs; a broken link fails"
@@ -39,6 +41,11 @@ test: $(VENV)/.package $(VENV)/.test
 
 full: lint
 	@$(call pytest,full)
+	@for other in $(OTHERS); do $(MAKE) --no-print-directory torch-$$other || exit 1; done
+
+# `make torch-2.15.0`: the tests of `make test` with another release of torch, in .venv-2.15.0.
+torch-%:
+	@TORCH=$* $(MAKE) --no-print-directory VENV=.venv-$* test
 
 # On the objects of csrc/bindings that the installation has left. With ARGS, the tests that these name.
 sanitize: $(VENV)/.package $(VENV)/.test
