@@ -24,6 +24,8 @@ from .mutation import Mutation
 
 TREES = {"compiler": "compiler", "runtime": "runtime", "tools": "tools", "src/ub_overlap": ""}
 """Folder of the checkout -> folder in the package."""
+LIMIT_S = 300.0
+"""For one start of ranks, or one file of C++."""
 _PROBE = """
 def where(rank, world):
     import ub_overlap, ub_overlap._C
@@ -59,7 +61,8 @@ class Overlay:
             "for file in (*ub_overlap_probe.where(0, 1), *run_ranks('ub_overlap_probe:where', 2)[1]): print(file)\n"
         )
         command = [sys.executable, "-c", program]
-        done = subprocess.run(command, cwd=self.tree, env=self.environment, capture_output=True, text=True)
+        where = {"cwd": self.tree, "env": self.environment}
+        done = subprocess.run(command, **where, capture_output=True, text=True, timeout=LIMIT_S)
         files = done.stdout.split()
         if done.returncode or len(files) != 4 or not all(Path(f).is_relative_to(self.package) for f in files):
             raise RuntimeError(f"tests do not import {self.package}, but:\n{done.stdout}{done.stderr}")
@@ -139,6 +142,6 @@ class Objects:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[:1])} failed:\n{done.stderr[-3000:]}")
