@@ -38,7 +38,7 @@ class CompiledPart:
     install: Callable[[Callable[..., Any]], contextlib.AbstractContextManager[Any]] | None = None
     """A context in which the model calls a given function for this part. None for the model itself."""
     options: Mapping[str, Any] | None = None
-    """The options of this backend. None if another backend compiled it, or none."""
+    """The options of this backend, or of ub_overlap.enable. None if another backend compiled it, or none."""
     dynamic: bool | None = None
     fullgraph: bool = False
 
@@ -89,6 +89,8 @@ def _part(target: Callable[..., Any], context: Any, install: Any) -> CompiledPar
     if getattr(backend, "compiler_fn", None) is ub_overlap:
         arguments = getattr(backend, "kwargs", {})
         options = {**({"mode": arguments["mode"]} if "mode" in arguments else {}), **arguments.get("options", {})}
+    elif enabled := getattr(type(backend).__call__, "options_of", None):
+        options = enabled(backend)  # torch's own backend while ub_overlap.enable serves it
     return CompiledPart(target, install, options, getattr(backend, "dynamic", None), bool(getattr(context, "fullgraph", False)))
 
 

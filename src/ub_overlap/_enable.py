@@ -100,12 +100,16 @@ def _replace_call() -> Callable[[], None]:
         from ub_overlap.compiler.backend import ub_overlap
 
         log.info("backend 'inductor' overlaps: %s", _options or "default options")
-        options = {**_options, **self.config, **(config_patches or {})}
+        options = {**options_of(self), **(config_patches or {})}
         return ub_overlap(model, inputs, options=options, region=getattr(self, "name", None))
+
+    def options_of(backend: Any) -> dict[str, Any]:
+        return {**_options, **backend.config}
 
     def undo() -> None:
         backend_type.__call__ = plain
 
+    call.options_of = options_of  # type: ignore[attr-defined]  # `explain` compiles such a model again with these
     backend_type.__call__ = call
     return undo
 

@@ -24,6 +24,7 @@ from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap import _enable as module
 from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.plan.strategy import NONE
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime.errors import OptionError
 
@@ -65,17 +66,24 @@ def run_inductor(rank: int, world: int) -> str:
             for a, b in zip(step(torch.compile(layer, **how)), truth, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
         plans = HISTORY.since(mark)
-        assert all(decision.strategy != "none" for plan in plans for decision in plan.decisions), plans
+        assert all(decision.strategy != NONE for plan in plans for decision in plan.decisions), plans
         return len(plans)
+
+    def explain() -> int:
+        """Return how many sites `explain` shows as overlapped in a model of which "inductor" compiles a part."""
+        report = ub_overlap.explain(nn.Sequential(torch.compile(layer)))(shard.requires_grad_())
+        return sum(decision.strategy != NONE for decision in report.decisions)
 
     truth, seen = step(layer), []
     found = [count_plans()]
     ub_overlap.enable({"overlap": "force"})
     found += [count_plans(), count_plans(options={"post_grad_custom_pre_pass": seen.append}), count_plans(mode="default")]
+    explained = [explain()]
     ub_overlap.disable()
+    explained.append(explain())  # with default options, as of any model that another backend compiled
     found.append(count_plans(backend="inductor"))
-    if found != [0, 2, 2, 2, 0]:
-        return f"plans: {found}"
+    if found != [0, 2, 2, 2, 0] or explained != [4, 0]:
+        return f"plans: {found}, sites that explain shows: {explained}"
     return "" if len(seen) == 2 else f"the user's pass ran {len(seen)} times"
 
 

@@ -17,6 +17,7 @@ from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
 from ub_overlap.cli.info import info
+from ub_overlap.compiler.plan.strategy import NONE
 from ub_overlap.runtime import plan_store
 
 FOLDERS = ("HOME", "XDG_CACHE_HOME", "UB_OVERLAP_CACHE_DIR")
@@ -50,7 +51,7 @@ def compile_two(rank: int, world: int) -> tuple[int, list[Path], list[str]]:
                 as_loss(torch.compile(case.module, backend="ub_overlap", options=FORCE)(*case.inputs)).backward()
             report = ub_overlap.reports()
             assert report.diff and report.to_json()
-            return sum(d.strategy != "none" for d in report.decisions), report.paths, lines.texts
+            return sum(d.strategy != NONE for d in report.decisions), report.paths, lines.texts
     finally:
         plan_store.log.removeHandler(lines)
 
