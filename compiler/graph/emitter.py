@@ -154,10 +154,8 @@ class Emitter:
             raise SizeUnknown(str(expr))
         return self._emit_size(source)
 
-    def _emit_size(self, source: SizeSource) -> int | Node:
+    def _emit_size(self, source: SizeSource) -> Any:
         if not isinstance(source, tuple):
             return source
-        target, first, second = source
-        if target is aten.sym_size.int:
-            return self.call(target, first, second)
-        return self.call(target, self._emit_size(first), self._emit_size(second))
+        target, *sources = source
+        return self.call(target, *(sources if target is aten.sym_size.int else map(self._emit_size, sources)))

@@ -1,10 +1,12 @@
 """How a size is computed from sizes that a graph has already: one algebra, for what decides and for what emits.
 
-inputs: x [s, 16], h [s*t, 8]         computed from them: s - 1, (s + 3)//4*4, s % 5, max(s - 5, 3), t
+inputs: x [s, 16], h [s*t, 8]         computed from them: s - 1, (s + 3)//4*4, s % 5, max(s - 5, 3), ceil(1.25*s/8), t
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -14,25 +16,25 @@ import sympy
 import torch
 from torch.fx import Node
 
-from ub_overlap import _torch_compat as compat
-
 from .aten import aten, shape_of
 from .sizes import Size, as_size
 
 SizeSource = Any
-"""int, a node that is the number, or (target, source, source). For `aten.sym_size.int`: (target, tensor, dim)."""
+"""A number, a node that is one, or (target, source, ...). For `aten.sym_size.int`: (target, tensor, dim)."""
 
-_TARGETS: dict[type, Callable[..., Any]] = {
-    sympy.Add: operator.add,
-    sympy.Mul: operator.mul,
-    compat.size_functions.FloorDiv: operator.floordiv,
-    compat.size_functions.CleanDiv: operator.floordiv,
-    compat.size_functions.Mod: operator.mod,
-    compat.size_functions.PythonMod: operator.mod,
-    compat.size_functions.Max: torch.sym_max,
-    compat.size_functions.Min: torch.sym_min,
-}
-"""Functions of sizes and the targets that compute them. Those of more than two parts are associative."""
+_TARGETS: dict[str, Callable[..., Any]] = {
+    "Add": operator.add, "Mul": operator.mul, "Max": torch.sym_max, "Min": torch.sym_min, "Abs": operator.abs,
+    "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod,
+    "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv, "ToFloat": torch.sym_float,
+    "CeilToInt": math.ceil, "FloorToInt": math.floor, "TruncToInt": math.trunc, "RoundToInt": round,
+    "Pow": operator.pow, "PowByNatural": operator.pow, "FloatPow": operator.pow, "OpaqueUnaryFn_sqrt": torch.sym_sqrt,
+    "BitwiseFn_bitwise_and": operator.and_, "BitwiseFn_bitwise_or": operator.or_, "BitwiseFn_bitwise_xor": operator.xor,
+    "Equality": operator.eq, "Unequality": operator.ne, "StrictGreaterThan": operator.gt, "GreaterThan": operator.ge,
+    "StrictLessThan": operator.lt, "LessThan": operator.le, "And": operator.and_, "Or": operator.or_, "Not": torch.sym_not,
+    "Piecewise": torch.sym_ite,
+}  # fmt: skip
+"""Functions of sizes, by the names that sympy and torch give them, and what computes them."""
+_ASSOCIATIVE = frozenset({"Add", "Mul", "Max", "Min", "And", "Or"})
 
 
 class SizeSources:
@@ -69,41 +71,36 @@ class SizeSources:
 
 def _key(size: Size) -> Size:
     """Return one form of sizes that are certainly the same (sizes.is_same)."""
-    return size if isinstance(size, int | sympy.Symbol) else sympy.expand(size)
+    return sympy.expand(size) if isinstance(size, sympy.Expr) and not size.is_Symbol else size
 
 
-def _as_floor(size: Size) -> Size:
-    """Return a rounded quotient of integers, such as math.ceil(n / 4), by floor division; other sizes as they are."""
-    functions = compat.size_functions
-    rounded = isinstance(size, functions.CeilToInt | functions.FloorToInt | functions.TruncToInt)
-    if not rounded or not isinstance(size.args[0], functions.IntTrueDiv):
-        return size
-    above, below = size.args[0].args
-    if isinstance(size, functions.CeilToInt):
-        return -functions.FloorDiv(-above, below)
-    rounds_down = isinstance(size, functions.FloorToInt) or (above.is_nonnegative and below.is_positive)
-    return functions.FloorDiv(above, below) if rounds_down else size
-
-
-def _find(size: Size, known: Mapping[Size, SizeSource]) -> SizeSource | None:
-    size = _as_floor(size)
-    if size.is_Integer:
-        return int(size)
+def _find(size: Any, known: Mapping[Size, SizeSource]) -> SizeSource | None:
+    if isinstance(size, sympy.ITE):
+        size = size.to_nnf()
+    if getattr(size, "is_number", False) and not size.is_Function:
+        return int(size) if size.is_Integer else float(size) if size.is_Float else None
     if (source := known.get(_key(size))) is not None:
         return source
-    if isinstance(size, sympy.Pow) and size.exp.is_Integer and int(size.exp) > 1:
-        target, parts = operator.mul, (size.base,) * int(size.exp)
-    elif type(size) in _TARGETS:
-        target, parts = _TARGETS[type(size)], size.args
-    else:
+    name = type(size).__name__
+    if name not in _TARGETS or (name == "Pow" and not (size.exp.is_Integer and size.exp > 1)):
         return None
-    sources = [_find(part, known) for part in parts]
-    if None in sources:
+    sources = [_find(part, known) for part in _parts(size)]
+    if any(source is None for source in sources):
         return None
-    result, *others = sources
-    for source in others:
-        result = (target, result, source)
-    return result
+    if name not in _ASSOCIATIVE:
+        return (_TARGETS[name], *sources)
+    return functools.reduce(lambda first, second: (_TARGETS[name], first, second), sources)
+
+
+def _parts(size: Any) -> tuple[Any, ...]:
+    """Return the arguments of the target of a function. Of several conditions, the first with what holds without it."""
+    if isinstance(size, sympy.Piecewise):
+        (value, condition), *others = size.args
+        return condition, value, others[0].expr if others[0].cond is sympy.true else sympy.Piecewise(*others)
+    if isinstance(size, sympy.core.relational.Relational):  # s/2 > t/3 is 3*s > 2*t: without fractions, it is exact
+        factor = math.lcm(*(number.q for number in size.atoms(sympy.Rational)))
+        return tuple(sympy.expand(factor * part) for part in size.args)
+    return tuple(size.args)
 
 
 def _solve(known: Mapping[Size, SizeSource]) -> Iterator[tuple[sympy.Symbol, SizeSource]]:

@@ -83,7 +83,7 @@ def _refusal(node: Node) -> str | None:
     if isinstance(target, compat.OpOverload | compat.HigherOrderOperator) or target is operator.getitem:
         return None
     is_of_tensors = any(isinstance(_value(n), torch.Tensor) for n in node.all_input_nodes)
-    is_arithmetic = getattr(target, "__module__", "") in ("_operator", "math") or str(target).find("sym_") >= 0
+    is_arithmetic = getattr(target, "__module__", "") in ("_operator", "math") or target is round or "sym_" in str(target)
     return None if is_arithmetic and not is_of_tensors else "it calls functions of Python, as a graph of Dynamo does"
 
 

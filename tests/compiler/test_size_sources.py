@@ -53,7 +53,7 @@ def computed(graph: Graph, size: Any, *inputs: Any) -> int:
 
 
 def random_size(draw: random.Random, sizes: Any, depth: int) -> Any:
-    """Return a number of sizes by floor division, remainder, difference, product, sum, most and least."""
+    """Return a number of sizes by integer and float arithmetic, rounding, comparison, powers and operations on bits."""
     if depth == 0:
         return draw.choice([*sizes, draw.randint(1, 9)])
     a, b = (random_size(draw, sizes, depth - 1) for _ in range(2))
@@ -61,12 +61,16 @@ def random_size(draw: random.Random, sizes: Any, depth: int) -> Any:
     forms: list[Callable[[], Any]] = [
         lambda: a + b, lambda: a - b, lambda: a * b, lambda: a // positive, lambda: a % positive,
         lambda: torch.sym_max(a, b), lambda: torch.sym_min(a, b), lambda: a * a,
-        lambda: math.ceil(a / positive), lambda: math.floor(a / positive),
+        lambda: math.ceil(a / positive), lambda: math.floor(a / positive), lambda: math.trunc(a / positive),
+        lambda: math.ceil(1.25 * a / positive), lambda: round(0.7 * a), lambda: round(a / positive), lambda: abs(a - b),
+        lambda: math.floor(torch.sym_float(sizes[0]) ** 0.5), lambda: 2 ** (abs(a) % 5),
+        lambda: a & ~7, lambda: a | positive, lambda: a ^ b, lambda: torch.sym_ite(a > b, a + sizes[0], b + sizes[1]),
+        lambda: torch.sym_ite(torch.sym_not(a == b), sizes[0], torch.sym_ite(a <= positive, sizes[0] + 1, sizes[1])),
     ]  # fmt: skip
     return draw.choice(forms)()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(120))
 def test_random_sizes_are_computed(seed: int) -> None:
     draw = random.Random(seed)
     s, t = draw.randint(11, 99), draw.randint(11, 99)
@@ -149,7 +153,13 @@ def in_pairs(x: Tensor, w: Tensor) -> Tensor:
     return fc.all_reduce(hidden @ w, "sum", dist.group.WORLD)
 
 
-FORMS = (plain, all_but_last, half, at_most, padded, gathered_but_last, in_pairs)
+def up_to_capacity(x: Tensor, w: Tensor) -> Tensor:
+    """An expert takes a quarter more than its even share of the tokens, an even number of them."""
+    capacity = math.ceil(1.25 * x.shape[0] / 4)
+    return fc.all_reduce(x[: capacity & ~1] @ w, "sum", dist.group.WORLD)
+
+
+FORMS = (plain, all_but_last, half, at_most, padded, gathered_but_last, in_pairs, up_to_capacity)
 
 
 def compiled(_rank: int, _world: int, *names: str) -> dict[str, list[tuple[str, str, str]]]:
@@ -185,4 +195,4 @@ def test_sites_of_computed_sizes(fake2: FakeRanks, form: Callable[..., Any]) -> 
 
 
 def test_numbers_of_computed_sizes(pool2: RankPool) -> None:
-    pool2.run(compiled, "padded")
+    pool2.run(compiled, "padded", "up_to_capacity")
