@@ -8,11 +8,12 @@ result of a shared expert. Each step rounds to the type of the reduced tensor, a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..graph.aten import Effect, aten, dtype_of, element_effect, readers, shape_of
+from ..graph.aten import DIVISIONS, Effect, aten, constant_scaling, dtype_of, element_effect, readers, shape_of
 from ..graph.sizes import is_same, is_same_shape, numel
 from .collectives import Collective
 from .norm import Norm, find_norm, fits_columns
@@ -100,8 +101,10 @@ def _added_vector(node: Node, at: Node) -> Node | None:
 
 
 def _constant_factor(node: Node, at: Node) -> float | None:
-    """Return the constant that `at` is multiplied by, None where there is none."""
-    if node.target not in (aten.mul.Tensor, aten.mul.Scalar) or node.kwargs or dtype_of(node) != dtype_of(at):
+    """Return the constant that `at` is multiplied by, None where there is none, or where the product rounds otherwise."""
+    if (scaling := constant_scaling(node)) is None or node.args[0] is not at or dtype_of(node) != dtype_of(at):
         return None
-    constant = node.args[1]
-    return float(constant) if node.args[0] is at and isinstance(constant, float | int) else None
+    op, constant = scaling
+    if op not in DIVISIONS:
+        return float(constant)
+    return 1 / constant if abs(math.frexp(constant)[0]) == 0.5 else None  # the inverse of a power of two is exact

@@ -37,6 +37,21 @@ def granite(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor
     return hf_rms(hidden, weight), hidden
 
 
+def halved(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The branch is divided by a power of two."""
+    return reduced(x, w) / 2 + residual
+
+
+def negated(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The branch is subtracted."""
+    return -reduced(x, w) + residual
+
+
+def a_third(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The branch is divided by a number whose inverse rounds."""
+    return reduced(x, w) / 3 + residual
+
+
 def all_of_branch(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
     """Every step of a branch, with views between."""
     out = (funcol.all_reduce(x.flatten(0, 1) @ w, "sum", world_name()) + bias).view(residual.shape)
@@ -106,6 +121,9 @@ BRANCHES: dict[str, Parts] = {
     "gemma_sandwich": Parts(gemma_sandwich, True, "rms", ("rms",)),
     "gemma_vllm": Parts(gemma_vllm, True, "rms", ("rms",)),
     "granite": Parts(granite, True, "rms", ("the factor 0.22",)),
+    "halved": Parts(halved, True, "none", ("the factor 0.5",)),
+    "negated": Parts(negated, True, "none", ("the factor -1",)),
+    "a_third": Parts(a_third, False, "none"),
     "all_of_branch": Parts(all_of_branch, True, "layer", ("the linear bias", "layer", "the factor 0.5")),
     "branch_read": Parts(branch_read, False, "none"),
     "bias_twice": Parts(bias_twice, False, "none"),
