@@ -21,24 +21,34 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
+from tests.compiler.dags import c10d
 from tests.compiler.one_rank import OneRank
 from tests.harness.fake_ranks import FakeRanks
 from tests.harness.tiers import full_but
+from ub_overlap.compiler.cost.policy import Policy
+from ub_overlap.compiler.fp8.hoist.fold_scales import fold_scales
+from ub_overlap.compiler.fp8.hoist.hoist_casts import hoist_casts
+from ub_overlap.compiler.fp8.hoist.hoist_legality import HoistConfig
 from ub_overlap.compiler.joint.decompose_collectives import decompose_collectives
 from ub_overlap.compiler.joint.exchange_sizes import keep_exchange_sizes
+from ub_overlap.compiler.joint.merge.merge_amax_reductions import merge_amax_reductions
 from ub_overlap.compiler.joint.merge.merge_collectives import merge_collectives
 from ub_overlap.compiler.joint.repeats.send_once import send_once
 from ub_overlap.compiler.joint.scale_shards import scale_shards
 from ub_overlap.compiler.joint.scatter_first import scatter_first
 from ub_overlap.compiler.joint.sorted_rows import gather_sorted_rows
+from ub_overlap.compiler.match.amax_reductions import mark_amax_reductions
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.passes import JointPass
 
-RANKS, ROWS, WIDTH = 4, 8, 8
+RANKS, ROWS, WIDTH = 4, 16, 16
+F64 = torch.float64
 TRIPLES = int(os.environ.get("UB_OVERLAP_FUZZ", 40))
 GROUPS: dict[str, str] = {}
+FORCE = Options(overlap="force", scatter_first=True)
 
 Part = Callable[[Tensor], Tensor]
 Pass = Callable[[Graph], int]
@@ -89,7 +99,7 @@ def exchanged(x: Tensor) -> Tensor:
 
 
 def repeated(x: Tensor) -> Tensor:
-    heads = x[:, :2].unsqueeze(1).expand(ROWS, 4, 2).clone().view(ROWS, WIDTH)
+    heads = x[:, : WIDTH // 4].unsqueeze(1).expand(ROWS, 4, WIDTH // 4).clone().view(ROWS, WIDTH)
     return scatter(gather(heads).cos())
 
 
@@ -111,6 +121,56 @@ def counted(x: Tensor) -> Tensor:
     return x * received.sum()
 
 
+def scale_of(x: Tensor) -> Tensor:
+    """Return the power of two that each row is multiplied by before its cast: [rows, 1]."""
+    return torch.exp2(torch.floor(torch.log2(448.0 / x.abs().amax(-1, keepdim=True).clamp(min=1e-12))))
+
+
+def float8(x: Tensor, scale: Tensor) -> Tensor:
+    return (x * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def multiplied(lhs: Tensor, lhs_scale: Tensor, scale: Tensor) -> Tensor:
+    """Return the float8 matrix times 0.5 on the diagonal, in bfloat16."""
+    half = (0.5 * torch.eye(WIDTH, device=lhs.device)).to(torch.float8_e4m3fn)
+    return torch._scaled_mm(lhs, half.t(), lhs_scale, scale, out_dtype=torch.bfloat16)
+
+
+def cast_gathered(x: Tensor) -> Tensor:
+    """A gather of what is cast afterwards."""
+    rows = gather(x.bfloat16())
+    scale = scale_of(rows.float())
+    return scatter(multiplied(float8(rows.float(), scale), scale.reciprocal(), torch.ones(1, WIDTH)).float().cos())
+
+
+def scaled_product(x: Tensor) -> Tensor:
+    """A product that is scaled in front of the sum over ranks."""
+    rows, one = gather(x).sin(), torch.ones(())
+    scale, columns = scale_of(rows), torch.exp2(torch.floor(torch.ones(1, WIDTH)))
+    product = multiplied(float8(rows, scale), one, one) * (scale.reciprocal() * columns)
+    return scatter(product.bfloat16()).float()
+
+
+def two_scales(x: Tensor) -> Tensor:
+    """Two amaxes, each of all ranks."""
+    largest = [funcol.all_reduce(y.abs().amax(), "max", GROUPS["world"]) for y in (x, x.sin())]
+    one, other = (448.0 / amax for amax in largest)
+    return float8(x, one).to(x.dtype) / one + float8(x.cos(), other).to(x.dtype) / other
+
+
+def run_hoist(graph: Graph) -> int:
+    return hoist_casts(graph, HoistConfig(Policy.of(FORCE), lambda *_: None))
+
+
+def run_fold(graph: Graph) -> int:
+    return fold_scales(graph, Policy.of(FORCE))
+
+
+def run_merge_amaxes(graph: Graph) -> int:
+    mark_amax_reductions(graph)
+    return merge_amax_reductions(graph)
+
+
 PARTS: dict[Part, Pass] = {
     gathered_twice: merge_collectives,
     summed: merge_collectives,
@@ -123,19 +183,34 @@ PARTS: dict[Part, Pass] = {
     ring: merge_collectives,
     sorted_back: gather_sorted_rows,
     counted: keep_exchange_sizes,
+    cast_gathered: run_hoist,
+    scaled_product: run_fold,
+    two_scales: run_merge_amaxes,
 }
 
 
 class AnyRank(OneRank):
-    """Also runs what is decomposed, as the collective that it becomes."""
+    """Also runs what is decomposed, as the collective that it becomes, and float8 in fp64.
+
+    Other ranks have the same rows in another order: their amax is the same, and bytes of float8 are gathered as they are. Casts
+    to fp32 are casts to fp64.
+    """
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(torch.dtype, lambda dtype: F64 if dtype is torch.float32 else dtype, (args, kwargs))
+        if target is torch.ops.aten._scaled_mm.default:
+            lhs, rhs, lhs_scale, rhs_scale = args[:4]
+            return ((lhs.double() @ rhs.double()) * lhs_scale * rhs_scale).to(torch.bfloat16)
+        if target is c10d.all_gather_into_tensor.default:
+            return torch.cat([args[0].roll(r, 0) for r in range(args[1])])
+        if target is c10d.all_reduce.default and args[1] == "max":
+            return args[0]
         if target is not torch.ops._dtensor.shard_dim_alltoall.default:
             return super().call_function(target, args, kwargs)
         x, gather_dim, shard_dim, _ = args
         stacked = torch.cat(x.chunk(RANKS, shard_dim))
         splits = [len(stacked) // RANKS] * RANKS
-        exchanged = super().call_function(torch.ops._c10d_functional.all_to_all_single.default, (stacked, splits, splits), {})
+        exchanged = super().call_function(c10d.all_to_all_single.default, (stacked, splits, splits), {})
         return torch.cat(exchanged.chunk(RANKS), gather_dim)
 
 
@@ -176,7 +251,7 @@ def added(*parts: Part) -> Part:
 
 
 def joint_pass(graph: Graph) -> int:
-    JointPass(Options(overlap="force", scatter_first=True))(graph)
+    JointPass(FORCE)(graph)
     return 1
 
 
@@ -194,7 +269,7 @@ def check(module: GraphModule, passes: tuple[Pass, ...], expected: Tensor) -> li
 
 def outputs(module: GraphModule) -> Tensor:
     """Run a graph of fp32 in fp64."""
-    x = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(ROWS, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(0))
     return AnyRank(module).run(x)  # type: ignore[no-any-return]
 
 
@@ -219,7 +294,9 @@ def test_pairs(first: Part) -> None:
         for order in itertools.permutations(passes):
             counts = check(module, order, expected)
             # What is added gathers one tensor: merged with another, it may be read in ways that leave nothing to a later pass.
-            assert join is added or all(counts), (first.__name__, second.__name__, counts)
+            # Amaxes behind another collective stay apart.
+            is_behind = second is two_scales
+            assert join is added or is_behind or all(counts), (first.__name__, second.__name__, counts)
         check(module, (joint_pass,), expected)
 
 
