@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import zlib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,14 +16,18 @@ os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE_DEFAULT", "0")
 # Two processes of pytest and their ranks share the cores. Processes that compile for Inductor would each import torch first.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Kernels that Inductor has compiled live between runs, by their sources: g++ takes 2 to 4 s for each.
-os.environ.setdefault(
-    "TORCHINDUCTOR_CACHE_DIR",
-    str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ub_overlap_tests", f"torch-{version('torch')}")),
-)
 os.environ.pop("COLUMNS", None)  # a terminal's width must not decide what tests read
 if sys.platform == "linux":
     os.environ.setdefault("CXX", str(Path(__file__).parent / "harness/bin/g++"))
+# Kernels that Inductor has compiled live between runs, by torch, how they are compiled, and their sources: g++ takes 2 to 4 s.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache",
+        "ub_overlap_tests",
+        f"torch-{version('torch')}-{zlib.crc32((Path(__file__).parent / 'harness/bin/g++').read_bytes()):x}",
+    ),
+)
 
 import pytest
 from hypothesis import settings
