@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 from ub_overlap.runtime.errors import OptionError, StoredFileError
 from ub_overlap.runtime.stored_file import parse_json
 
+from ..plan.reasons import COLLECTIVES
 from .curve import Curve
 from .fused_curves import FORMS, FUSED_KINDS, FusedTimes, plain_fused
 from .network import Network, plain_network
@@ -25,7 +26,6 @@ VERSION = 1
 LAYOUTS = ("nt", "nn", "tn")
 """nt: x @ w.t(), a Linear; nn: its input's gradient; tn: its weight's, x.t() @ y."""
 DTYPES = ("bfloat16", "float16", "float32", "float8")
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _ADDED = ("all_to_all",)
 """Collectives that earlier versions did not measure. A profile without them is read; they are priced as gathers."""
 _AGAIN = "create it again: torchrun --nproc-per-node N -m ub_overlap calibrate"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from ub_overlap.runtime.schedule.steps import Key
 
 from ..plan.decision import SiteSizes
+from ..plan.reasons import COLLECTIVES
 from ..plan.strategy import Mode, Strategy
 from .wire import FLOAT8, bytes_on_wire, bytes_sent_by_rank
 
@@ -93,8 +94,8 @@ class SiteShape(SiteSizes):
 
     @property
     def collective(self) -> str:
-        """ "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"."""
-        return next(name for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if name in self.kind)
+        """One of COLLECTIVES."""
+        return next(name for name in COLLECTIVES if name in self.kind)
 
     @property
     def shard_bytes(self) -> float:

@@ -10,16 +10,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..plan.strategy import MAX_CHUNKS, DispatchTable, Strategy, parse
+from ..plan.strategy import IN_PIECES, MAX_CHUNKS, STRATEGY_FORMS, DispatchTable, Strategy, parse
 
 AUTO = "auto"
-EXPECTED = (
-    "auto, none, pipelined, direct, bulk, split, one_shot, two_shot, "
-    "pipelined:chunks=N, pipelined:stripes=N, pipelined:copies=engine (gathers; "
-    "also chunks=N:copies=engine), bulk:chunks=N, split:chunks=N, "
-    f"chunks=N (N from 1 to {MAX_CHUNKS}; of chunks also R, R/2, 2R), or a table of these"
-)
-_OF_RANKS = re.compile(r"((?:(?:pipelined|bulk|split):)?chunks=)(R/2|2R|R)\Z")
+EXPECTED = f"{AUTO}, {STRATEGY_FORMS} (of chunks also R, R/2, 2R), chunks=N alone, or a table of these"
+_OF_RANKS = re.compile(rf"((?:(?:{'|'.join(mode.value for mode in IN_PIECES)}):)?chunks=)(R/2|2R|R)\Z")
 _CHUNKS = re.compile(r"chunks=([1-9][0-9]?)\Z")
 
 

@@ -17,17 +17,13 @@ from ub_overlap.runtime.errors import OptionError
 from ..plan.phase import PHASES
 from ..plan.reasons import Kind, Reason, collective_of
 from ..plan.records import PLAN_VERSION
-from ..plan.strategy import Mode, Strategy, parse
+from ..plan.strategy import STRATEGY_FORMS, Mode, Strategy, parse
 from .option_file import refused
 from .requested_strategy import Override
 from .rule import SiteDescription
 
 VERSIONS = tuple(range(1, PLAN_VERSION + 1))
 """Of reports and the output of `plan --save`, and of stored plans (compiler/plan/records.py)."""
-_STRATEGIES = (
-    "none, pipelined, direct, bulk, one_shot, two_shot, pipelined:chunks=N or bulk:chunks=N, pipelined:stripes=N, "
-    "pipelined:copies=engine, or a table of these"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +87,7 @@ def parse_saved_plan(plan: Mapping[str, Any], origin: str) -> tuple[SavedGraph, 
             raise bad(f"sites[{i}].phase", row["phase"], " or ".join(map(repr, PHASES)))
         is_merged = row["strategy"] == Mode.MERGED.value
         if not is_merged and not Strategy.is_forceable(row["strategy"]):
-            raise bad(f"sites[{i}].strategy", row["strategy"], _STRATEGIES)
+            raise bad(f"sites[{i}].strategy", row["strategy"], f"{STRATEGY_FORMS}, or a table of these")
         packs = row.get("packs")
         if packs is not None and not (isinstance(packs, list | tuple) and all(isinstance(n, int) and n > 0 for n in packs)):
             raise bad(f"sites[{i}].packs", packs, "a list of the numbers of matmuls that become one")

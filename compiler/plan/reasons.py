@@ -21,6 +21,10 @@ class Kind(str, Enum):
     """A collective of another kind (broadcast, coalesced forms), listed for completeness."""
 
 
+COLLECTIVES = tuple(k.value for k in Kind if "matmul" not in k.value and k is not Kind.OTHER)
+"""The collectives that sites are made of."""
+
+
 class Reason(str, Enum):
     """The reasons why a collective is left alone, or a matmul stays out of float8. A closed set; each one is tested."""
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from .reasons import COLLECTIVES
+
 COLORS = {"matmul": "#4878d0", "copy": "#ee854a", "collective": "#d65f5f", "reduce": "#6acc64", "other_step": "#c0c0c0"}
 """By kind; variables of page.css have the same names."""
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+LABELS = {**{kind: kind for kind in COLORS}, "other_step": "wait, others"}
+"""Of legends, by kind."""
 
 
 def step_kind(text: str) -> str:
     """Return the kind of a step, one of COLORS, by the first word of its text."""
     word = text.lower().partition(" ")[0]
-    if word in _COLLECTIVES:
+    if word in COLLECTIVES:
         return "collective"
     return "matmul" if word == "compute" else word if word in COLORS else "other_step"

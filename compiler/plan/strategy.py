@@ -44,6 +44,14 @@ class Mode(str, Enum):
 
 
 FUSED = (Mode.ONE_SHOT, Mode.TWO_SHOT)
+IN_PIECES = (Mode.PIPELINED, Mode.BULK, Mode.SPLIT)
+"""Modes that take `chunks`."""
+_REQUESTABLE = tuple(mode.value for mode in Mode if mode is not Mode.MERGED)
+STRATEGY_FORMS = (
+    f"{', '.join((*_REQUESTABLE, *(f'{mode.value}:chunks=N' for mode in IN_PIECES)))}, pipelined:stripes=N, "
+    f"pipelined:copies=engine (gathers; also chunks=N:copies=engine), N from 1 to {MAX_CHUNKS}"
+)
+"""The texts of one strategy, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,7 @@ class Strategy:
     engine_copies: bool = False
 
     _PATTERN: ClassVar[re.Pattern[str]] = re.compile(
-        r"(none|pipelined|direct|bulk|split|one_shot|two_shot)(?::(chunks|stripes)=([1-9][0-9]{0,3}))?(:copies=engine)?\Z"
+        rf"({'|'.join(_REQUESTABLE)})(?::(chunks|stripes)=([1-9][0-9]{{0,3}}))?(:copies=engine)?\Z"
     )
 
     def __str__(self) -> str:
@@ -69,24 +77,16 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Read "none", "pipelined", "direct", "bulk", "split", "one_shot", "two_shot", "pipelined:chunks=4",
-        "pipelined:stripes=2", "pipelined:copies=engine" or "pipelined:chunks=4:copies=engine".
-
-        ValueError for others.
-        """
+        """Read one of STRATEGY_FORMS. ValueError for others."""
         match = cls._PATTERN.match(text)
-        mode, what, count, engine = match.groups() if match else ("none", "", "0", "")
-        striped, wrong = what == "stripes", not match
-        wrong |= mode in ("none", "direct", "one_shot", "two_shot") and bool(what)  # these have no pieces
-        wrong |= int(count or 0) > MAX_CHUNKS or (striped and mode != "pipelined")
-        wrong |= bool(engine) and (mode != "pipelined" or striped)
+        name, what, count, engine = match.groups() if match else (Mode.NONE, "", "0", "")
+        mode, striped, wrong = Mode(name), what == "stripes", not match
+        wrong |= bool(what) and mode not in IN_PIECES
+        wrong |= int(count or 0) > MAX_CHUNKS or (striped and mode is not Mode.PIPELINED)
+        wrong |= bool(engine) and (mode is not Mode.PIPELINED or striped)
         if wrong:
-            raise ValueError(
-                f"strategy {text!r}: expected none, pipelined, direct, bulk, split, one_shot, two_shot, "
-                f"pipelined or bulk or split with "
-                f":chunks=1..{MAX_CHUNKS}, pipelined:stripes=1..{MAX_CHUNKS}, or pipelined of a gather with copies=engine"
-            )
-        return cls(Mode(mode), int(count or 0), striped, bool(engine))
+            raise ValueError(f"strategy {text!r}: expected {STRATEGY_FORMS}")
+        return cls(mode, int(count or 0), striped, bool(engine))
 
     @classmethod
     def is_forceable(cls, text: str) -> bool:

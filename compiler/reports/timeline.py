@@ -12,7 +12,7 @@ from typing import Any
 from ub_overlap.runtime.errors import OptionError
 
 from ..cost.predict import Prediction
-from ..plan.step_kind import COLORS, step_kind
+from ..plan.step_kind import COLORS, LABELS, step_kind
 from .measured import Measured, StepTime
 
 
@@ -126,7 +126,7 @@ def _png(path: Path, lanes: Sequence[Lane]) -> None:
                 [(s.begin_us, s.end_us - s.begin_us)], (height, 0.36), facecolors=COLORS[step_kind(s.text)], edgecolor="white"
             )
     for name, color in COLORS.items():
-        axes.broken_barh([], (0, 0), facecolors=color, label=name)
+        axes.broken_barh([], (0, 0), facecolors=color, label=LABELS[name])
     axes.legend(loc="lower right", ncols=len(COLORS), fontsize="small")
     axes.set_yticks([row + 0.4 for row in range(len(lanes))], [f"{lane.site}\n{lane.what}" for lane in lanes])
     axes.set_xlabel("microseconds; above: compute, below: copies")

@@ -19,11 +19,12 @@ import pytest
 
 from ub_overlap import __main__ as cli
 from ub_overlap.cli import progress, trial
-from ub_overlap.cli.bisect import find_bad_sites
+from ub_overlap.cli.bisect import find_bad_sites, overlapped_since
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
-from ub_overlap.compiler.plan.reasons import Kind
-from ub_overlap.compiler.plan.strategy import Mode, Strategy
+from ub_overlap.compiler.plan.reasons import Kind, Reason
+from ub_overlap.compiler.plan.strategy import Mode, Strategy, parse
+from ub_overlap.runtime import plan_store
 
 pytestmark = pytest.mark.tier("test")
 
@@ -224,6 +225,27 @@ def test_a_rank_in_another_session_ends(at_sigterm: str, tmp_path: Path, monkeyp
     if lives:
         os.kill(int(mark.read_text()), signal.SIGKILL)
     assert not lives, "the rank is an orphan"
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_sites_of_every_mode_are_found(
+    mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A collective that is left alone or merged, and a reason with the name of a mode, are no overlapped sites."""
+    monkeypatch.setenv("UB_OVERLAP_CACHE_DIR", str(tmp_path))
+    common = {"kind": Kind.ALL_REDUCE, "phase": "step", "detail": "bulk needs an independent matmul"}
+    decisions = [
+        Decision(id="step.10", strategy=Strategy(mode), reason=Reason.NO_MATMUL if mode is Mode.NONE else None, **common),
+        Decision(id="step.9", strategy=Strategy(mode), reason=Reason.NO_MATMUL if mode is Mode.NONE else None, **common),
+        Decision(id="step.2", strategy=parse("64=none;*=none|direct"), **common),
+        Decision(id="step.3", strategy=Strategy(Mode.NONE), reason=Reason.STRATEGY_ILLEGAL, **common),
+    ]
+    plan = Plan("step", tuple(decisions))
+    plan_store.save(plan.digest, plan.to_json())
+    found = ["step.2", "step.9", "step.10"] if mode.is_overlapped else ["step.2"]
+    assert list(overlapped_since(0.0)) == found
+    assert cli.main(["report", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["overlapped"] == len(found)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 16])

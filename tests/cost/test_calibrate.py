@@ -21,7 +21,8 @@ from ub_overlap.compiler.cost import SiteShape, choose, load
 from ub_overlap.compiler.cost.fused_curves import FORMS
 from ub_overlap.compiler.cost.matmul_time import analytic_us
 from ub_overlap.compiler.cost.network import Network, network_us
-from ub_overlap.compiler.cost.profile import COLLECTIVES, Profile
+from ub_overlap.compiler.cost.profile import Profile
+from ub_overlap.compiler.plan.reasons import COLLECTIVES
 from ub_overlap.runtime import machine
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.tools.calibrate import algorithms, direct_stores, few_tokens, matmuls, run, world

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 
@@ -75,9 +76,12 @@ def test_steps_have_the_colors_of_their_kinds() -> None:
 
 
 def test_the_page_knows_no_names_of_modes() -> None:
-    """A list by hand would not follow the enum."""
+    """A list by hand would not follow the enum. Neither do kinds of steps."""
     page = (html.FOLDER / "page.js").read_text()
     assert [mode.value for mode in Mode if mode is not Mode.NONE and f'"{mode.value}"' in page] == []
+    assert [kind for kind in COLORS if re.search(rf"\b{kind}: ", page)] == []
+    shown = html.data(report())["step_kinds"]
+    assert list(shown) == list(COLORS) and len(set(shown.values())) == len(COLORS)
 
 
 def test_every_collective_is_in_one_count() -> None:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.cost.curve import Curve
 from ub_overlap.compiler.cost.network import Network, network_us, plain_network
-from ub_overlap.compiler.cost.profile import COLLECTIVES, Profile, rising
+from ub_overlap.compiler.cost.profile import Profile, rising
 from ub_overlap.compiler.graph.aten import aten
+from ub_overlap.compiler.plan.reasons import COLLECTIVES
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.session.spared_multiprocessors import most_spared
 

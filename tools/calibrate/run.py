@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ub_overlap.compiler.cost.profile import COLLECTIVES, Profile
+from ub_overlap.compiler.cost.profile import Profile
+from ub_overlap.compiler.plan.reasons import COLLECTIVES
 from ub_overlap.runtime import machine
 
 from . import attention, direct_stores, few_tokens, kernels, matmuls, traffic

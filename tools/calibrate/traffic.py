@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.compiler.cost.profile import COLLECTIVES
+from ub_overlap.compiler.plan.reasons import COLLECTIVES
 
 from ..rank_process import World
 from .world import Burst, ProgressLine

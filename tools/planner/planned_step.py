@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -185,16 +184,26 @@ LEGEND = "microseconds; matmul, comm: alone; pipelined: one chunk per rank; cN: 
 
 def table(rows: Sequence[PlanRow], width: int | None = None) -> str:
     """Return `table_rows` as text. `width`: the limit of a line; columns that do not fit are left out."""
-    cells = table_rows(rows)
-    others = [name for row in cells for name in row if re.fullmatch(r"[cs]\d+", name)]
-    optional = ("MB", "M N K", *dict.fromkeys(others), "comm", "matmul", "module", "parallelism", "bulk", "direct", "pipelined")
-    return render_table(cells, width=width, optional=optional, floats=".0f")
+    names = strategy_names(rows)
+    plain, in_pieces = (tuple(short(n) for n in names if (":" in n) is pieces) for pieces in (False, True))
+    optional = ("MB", "M N K", *in_pieces, "comm", "matmul", "module", "parallelism", *reversed(plain[1:]))  # not none
+    return render_table(table_rows(rows), width=width, optional=optional, floats=".0f")
+
+
+def strategy_names(rows: Sequence[PlanRow]) -> list[str]:
+    """Return every strategy that some site has as an alternative, none first, in the order of columns."""
+    names = dict.fromkeys(s for r in rows if r.outlook for s in r.outlook.by_strategy)
+
+    def place(name: str) -> tuple[bool, bool, bool, int]:
+        s = Strategy.parse(name)
+        return s.mode is not Mode.NONE, s.mode is Mode.BULK, s.striped, s.chunks
+
+    return sorted(names, key=place)
 
 
 def table_rows(rows: Sequence[PlanRow]) -> list[dict[str, Any]]:
     """Return one row per site, with a column for every strategy that some site has as an alternative."""
-    names = list(dict.fromkeys(s for r in rows if r.outlook for s in r.outlook.by_strategy))
-    names.sort(key=lambda n: ((s := Strategy.parse(n)).mode is not Mode.NONE, s.mode is Mode.BULK, s.striped, s.chunks))
+    names = strategy_names(rows)
     has_several = len({r.parallelism for r in rows}) > 1
     out = []
     for row in rows:

@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ...plan.outcome import OUTCOMES, outcome_of
-from ...plan.step_kind import step_kind
+from ...plan.step_kind import LABELS, step_kind
 from ...reports.what_next import copied_bytes, find_exposed
 from ..edits import Diff
 from ..graph_store import PlanGraphs
@@ -69,7 +69,7 @@ def _documentation() -> str:
 _EMPTY: dict[str, Any] = {
     "summary": "", "totals": "", "profile": "", "sites": [], "lanes": {}, "graphs": [], "what_next": None, "during_matmul": {},
     "outcomes": {outcome.name: outcome.label for outcome in OUTCOMES},
-    "overlapped": [outcome.name for outcome in OUTCOMES if outcome.is_overlapped],
+    "overlapped": [outcome.name for outcome in OUTCOMES if outcome.is_overlapped], "step_kinds": LABELS,
 }  # fmt: skip
 
 

@@ -312,8 +312,7 @@
         });
       });
     });
-    const kinds = { matmul: "matmul", copy: "copy", collective: "collective", reduce: "reduce", other_step: "wait, others" };
-    return [make("h3", {}, "Schedule"), out, make("div", { class: "legend" }, ...Object.entries(kinds).map(([k, name]) =>
+    return [make("h3", {}, "Schedule"), out, make("div", { class: "legend" }, ...Object.entries(DATA.step_kinds).map(([k, name]) =>
       make("span", {}, make("i", { style: `background:var(--${k})` }), name)))];
   };
 

@@ -194,15 +194,22 @@ class Search:
 def overlapped_since(moment: float) -> dict[str, dict[str, str]]:
     """Return the overlapped sites of plans stored since `moment`, by id: kind, strategy, module, source."""
     from ub_overlap.compiler.plan import plan_files
+    from ub_overlap.compiler.plan.outcome import outcome_of
+    from ub_overlap.compiler.plan.phase import PHASES
 
     sites: dict[str, dict[str, str]] = {}
     for _, changed, plan in plan_files.stored_plans(report_skipped):
         if changed < moment - 1:  # some file systems store whole seconds
             break
         for site in plan["sites"]:
-            if any(mode in site["strategy"] for mode in ("pipelined", "direct", "bulk")):
+            if outcome_of(site["strategy"], site["reason"]).is_overlapped:
                 sites.setdefault(
                     site["id"],
                     {"kind": site["kind"], "strategy": site["strategy"], "module": site["module"], "source": site["source"]},
                 )
-    return dict(sorted(sites.items(), key=lambda item: (item[0].split(".")[0] != "forward", int(item[0].split(".")[1]))))
+
+    def place(site: str) -> tuple[int, int]:
+        phase, number = site.split(".")[:2]
+        return PHASES.index(phase), int(number)
+
+    return {site: sites[site] for site in sorted(sites, key=place)}

@@ -18,16 +18,16 @@ from .report_path import report_path
 def stored_plans() -> list[dict[str, Any]]:
     """Return the stored plans, newest first: digest, phase, sites, overlapped, written (local time)."""
     from ub_overlap.compiler.plan import plan_files
+    from ub_overlap.compiler.plan.outcome import outcome_of
 
     rows = []
     for _, changed, plan in plan_files.stored_plans(report_skipped):
-        strategies = [site["strategy"] for site in plan["sites"]]
         rows.append(
             {
                 "digest": plan["digest"],
                 "phase": plan["phase"],
-                "sites": len(strategies),
-                "overlapped": sum(strategy not in ("none", "merged") for strategy in strategies),
+                "sites": len(plan["sites"]),
+                "overlapped": sum(outcome_of(site["strategy"], site["reason"]).is_overlapped for site in plan["sites"]),
                 "written": datetime.fromtimestamp(changed).isoformat(" ", "seconds"),
             }
         )
