@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ..text.short_line import short_line
 from ..text.table import render_table
 from .pair_nodes import NONE, Matching, pair_nodes
-from .snapshot import NodeShot, Snapshot, format_node, line_number, short_op, summarize_ops
+from .snapshot import NodeShot, Snapshot, format_node, short_op, summarize_ops
 
 FIELDS = ("target", "args", "shape", "dtype", "stride")
 
@@ -143,7 +144,7 @@ class Diff:
                 "edit": e.title,
                 "nodes": f"-{len(e.removed)} +{len(e.added)}" + (f" ~{len(e.changed)}" if e.changed else ""),
                 "module": e.module,
-                "line": line_number(e.source),
+                "line": short_line(e.source),
             }
             for e in self.edits
         ]

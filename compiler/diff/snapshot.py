@@ -92,11 +92,6 @@ def _checked_rows(rows: Any, columns: int, texts: int) -> Iterator[list[Any]]:
         yield row
 
 
-def line_number(source: str) -> str:
-    """Shorten a line: "/home/me/model.py:12: code" -> "model.py:12"."""
-    return source.partition(": ")[0].rpartition("/")[2]
-
-
 def format_node(snapshot: Snapshot, node: NodeShot) -> str:
     """Return a node as text: "mm_1 = aten.mm.default(x, permute_1) [64, 32] bfloat16"."""
     names = iter(snapshot.nodes[i].name for i in node.inputs)

@@ -21,6 +21,7 @@ from ..diff.graph_store import STORE, PlanGraphs
 from ..plan.decision import CastDecision, Decision
 from ..plan.plan import Plan
 from ..plan.strategy import NONE, DispatchTable
+from ..text.short_line import short_line
 from ..text.table import render_table
 from ..tokens.token_split import TokenSplit
 from . import timeline
@@ -177,7 +178,7 @@ class Report:
                     "site": d.id,
                     "kind": d.kind.value,
                     "module": d.module,
-                    "line": d.source.partition(": ")[0].rpartition("/")[2],
+                    "line": short_line(d.source),
                     "shape": matmuls[0] if matmuls else shapes.get("input", ""),
                     "matmuls": len(matmuls),
                     "group": f"{d.group} x{d.ranks}",

@@ -20,6 +20,7 @@ from ub_overlap.compiler.reports import summary
 from ub_overlap.compiler.reports.outlook import Totals
 from ub_overlap.compiler.reports.report import Report
 from ub_overlap.compiler.reports.summary import format_plan
+from ub_overlap.compiler.text.short_line import short_line
 from ub_overlap.runtime.stats import SiteStats
 
 CSS = {name: (html.FOLDER / name).read_text() for name in ("page.css", "fragment.css")}
@@ -96,12 +97,24 @@ def test_every_collective_is_in_one_count() -> None:
     assert format_plan(Plan("backward", tuple(decisions))).endswith(counts)
 
 
-def test_a_line_of_code_with_a_slash() -> None:
-    decision = Decision(
-        id="forward.0", kind=Kind.ALL_REDUCE, phase="forward", group="g0", ranks=2, strategy=Strategy(Mode.NONE),
-        source="/home/a/model.py:12: y = x / 2",
-    )  # fmt: skip
-    assert Report([Plan("forward", (decision,))]).rows()[0]["line"] == "model.py:12"
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("/home/a/model.py:12: y = x / 2", "model.py:12"),
+        ("/data/x: y/train.py:12: d = {a: b}", "train.py:12"),
+        ("/data/v1:2/train.py:12: code", "train.py:12"),
+        ("model.py:7: y = x[1:2: 3]", "model.py:7"),
+        ("C:\\models\\net.py:3: return f(a)", "net.py:3"),
+        ("/a/model.py:12: ", "model.py:12"),
+        ("/a/model.py:12:", "model.py:12"),
+        ("<string>:1: f(x)", "<string>:1"),
+        ("no line", "no line"),
+        ("", ""),
+    ],
+)
+def test_short_lines(source: str, line: str) -> None:
+    """Folders and code may have a colon, or a slash."""
+    assert short_line(source) == line
 
 
 def test_predictions_and_measurements_have_names(monkeypatch: pytest.MonkeyPatch) -> None:

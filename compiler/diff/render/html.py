@@ -18,6 +18,7 @@ from markupsafe import Markup
 from ...plan.outcome import OUTCOMES, outcome_of
 from ...plan.step_kind import LABELS, step_kind
 from ...reports.what_next import copied_bytes, find_exposed
+from ...text.short_line import short_line
 from ..edits import Diff
 from ..graph_store import PlanGraphs
 from ..pair_nodes import NONE
@@ -82,11 +83,15 @@ def data(report: Mapping[str, Any], title: str = "") -> dict[str, Any]:
         graphs += [_graph(joint, f"joint {snapshots.plan}")] if joint else []
         graphs.append(_graph(snapshots.diff(), f"{snapshots.phase} {snapshots.plan}"))
     kept = {k: report.get(k, _EMPTY[k]) for k in ("summary", "totals", "profile", "sites", "lanes")}
-    sites = [{**site, "outcome": outcome_of(site["strategy"], site.get("reason")).name} for site in kept["sites"]]
+    sites = [{**site, **_shown(site)} for site in kept["sites"]]
     return {
         **_EMPTY, **kept, "sites": sites, "lanes": _lanes(kept["lanes"]), "title": title, "graphs": graphs,
         "what_next": find_exposed(sites).to_dict(), "during_matmul": _during_matmul(sites),
     }  # fmt: skip
+
+
+def _shown(site: Mapping[str, Any]) -> dict[str, str]:
+    return {"outcome": outcome_of(site["strategy"], site.get("reason")).name, "line": short_line(site["source"])}
 
 
 def _during_matmul(sites: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -122,6 +127,7 @@ def _graph(diff: Diff, name: str) -> dict[str, Any]:
                 "title": e.title,
                 "module": e.module,
                 "source": e.source,
+                "line": short_line(e.source),
                 "removed": e.removed,
                 "added": e.added,
                 "changed": [[c.before, c.after, c.fields] for c in e.changed],

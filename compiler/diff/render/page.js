@@ -33,7 +33,6 @@
     return `${x < 10 && k ? x.toFixed(1) : Math.round(x)} ${units[k]}`;
   };
   const brief = (dtype) => dtype.replace("bfloat", "bf").replace(/^float(?=\d)/, "f").replace(/^int(?=\d)/, "i");
-  const place = (source) => (source ? source.split(": ")[0].split("/").pop() : "");
 
   // ---- the data, unpacked: nodes are created on first use
 
@@ -75,7 +74,7 @@
   // Diffs of graphs without decisions have only edits: they are listed like sites.
   for (const g of graphs) {
     if (g.sites.length) continue;
-    g.sites = g.edits.map((e, k) => ({ id: e.site || `edit ${k + 1}`, kind: e.title, module: e.module, source: e.source, edit: k, strategy: "", phase: g.phase }));
+    g.sites = g.edits.map((e, k) => ({ id: e.site || `edit ${k + 1}`, kind: e.title, module: e.module, source: e.source, line: e.line, edit: k, strategy: "", phase: g.phase }));
     g.bySite = new Map(g.sites.map((d) => [d.id, d]));
   }
 
@@ -208,7 +207,7 @@
     }, make("span", { class: "stripe" }), make("span", { class: "id" }, d.id),
     make("span", { class: "gain" }, gain(d)),
     make("span", { class: "kind", title: d.kind }, [d.kind, d.module].filter(Boolean).join("  \u00b7  ")),
-    make("span", { class: "what", title: d.detail || "" }, outcome(d) || place(d.source))))) : [make("li", { class: "none" }, "no sites")])));
+    make("span", { class: "what", title: d.detail || "" }, outcome(d) || d.line)))) : [make("li", { class: "none" }, "no sites")])));
   };
 
   // ---- detail

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...reports.what_next import find_exposed
+from ...text.short_line import short_line
 from ...text.table import render_table
 from ...text.times import format_times
 from ..edits import Diff
-from ..snapshot import format_node, line_number
+from ..snapshot import format_node
 from ..stored_report import Comparison
 
 OPTIONAL_COLUMNS = ("line", "predicted us", "module", "measured us")
@@ -27,7 +28,7 @@ def render_overview(report: Mapping[str, Any], diffs: Sequence[Diff], width: int
             "kind": s["kind"],
             "decision": s["strategy"] if not s["reason"] else f"none: {s['reason']}",
             "module": s["module"],
-            "line": line_number(s["source"]),
+            "line": short_line(s["source"]),
             "predicted us": _times(s),
             "measured us": _short(s.get("measured_us")),
         }
