@@ -39,9 +39,15 @@ class Layers(nn.Module):
 
 
 def make_schedule(
-    rank: int, world: int, name: str, stages: list[int], microbatches: int = MICROBATCHES, compiled: bool = True
+    rank: int,
+    world: int,
+    name: str,
+    stages: list[int],
+    microbatches: int = MICROBATCHES,
+    compiled: bool = True,
+    members: Any = None,
 ) -> tuple[Any, list[nn.Module]]:
-    group = ub_overlap.pipeline.make_group()
+    group = ub_overlap.pipeline.make_group(members)
     torch.manual_seed(rank)
     modules: list[nn.Module] = [Layers() for _ in stages]
     for module in modules if compiled else ():
@@ -174,11 +180,15 @@ def after_a_delay(method: Any, late: random.Random) -> Any:
     return delayed
 
 
-def stage_fails_in_a_schedule(rank: int, world: int, step_s: float, how: str, name: str) -> dict[str, Any]:
-    """Rank 1 fails in the third step, in its second forward."""
+def stage_fails_in_a_schedule(rank: int, world: int, step_s: float, how: str, name: str, others: int) -> dict[str, Any]:
+    """Rank 1 of a pipeline fails in the third step, in its second forward. `others`: the first ranks, which are not in it."""
     settings.configure(step_timeout_s=step_s)
+    members = dist.new_group(list(range(others, world)))
+    if rank < others:
+        return {}
+    rank, world = rank - others, world - others
     stages = stages_of(name, rank, world)
-    schedule, _ = make_schedule(rank, world, name, stages, microbatches=world, compiled=False)
+    schedule, _ = make_schedule(rank, world, name, stages, microbatches=world, compiled=False, members=members)
     forward, seen = ub_overlap.pipeline.Stage.forward_one_chunk, 0
 
     def fail(self: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +206,7 @@ def stage_fails_in_a_schedule(rank: int, world: int, step_s: float, how: str, na
         schedule.step(*((x,) if 0 in stages else ()), **({"target": torch.zeros_like(x)} if last in stages else {}))
 
     run(), run()
-    dist.barrier()
+    dist.barrier(members)
     with mock.patch.object(ub_overlap.pipeline.Stage, "forward_one_chunk", fail):
         found = attempt(run)
         # The last sends of a step may be completed before their receiver fails: then the next step's raise the error.

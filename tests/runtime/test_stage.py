@@ -38,12 +38,18 @@ def test_ranks_that_are_late_at_random(pools: dict[int, RankPool]) -> None:
 
 
 @pytest.mark.tier("test")
-@pytest.mark.parametrize(("how", "name"), [("kill", "Interleaved1F1B"), ("stop", "1F1B"), in_full(("drop", "ZBVZeroBubble"))])
-def test_a_stage_that_fails_within_a_schedule(how: str, name: str) -> None:
-    """Every other rank's error names it within twice the deadline, and which message waited."""
-    survivors = (0, 2, 3)
+@pytest.mark.parametrize(
+    ("how", "name", "others"),
+    [("kill", "Interleaved1F1B", 0), ("stop", "1F1B", 0), ("kill", "1F1B", 1), in_full(("drop", "ZBVZeroBubble", 0))],
+)
+def test_a_stage_that_fails_within_a_schedule(how: str, name: str, others: int) -> None:
+    """Every other rank's error names it within twice the deadline, by its rank in the pipeline, and which message waited.
+
+    `others`: ranks of the world before those of the pipeline.
+    """
+    survivors = (others, *range(others + 2, 4))
     function = "tests.runtime.rank_stage:stage_fails_in_a_schedule"
-    outcomes = observe_ranks(function, 4, (STEP, how, name), wait_for=survivors)
+    outcomes = observe_ranks(function, 4, (STEP, how, name, others), wait_for=survivors)
     for rank in survivors:
         found = outcomes[rank].value
         assert found is not None, outcomes[rank]

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.harness.outcomes import Outcome, observe_ranks
+from tests.harness.strike import MESSAGES
 
-from .steps import RANKS, STEPS
+from .steps import MICROBATCHES, RANKS, STEPS
 
 OPS = ("AG", "RS", "AR", "bulk")
 ALL_OPS = (*OPS, "SAG", "SRS")
@@ -88,6 +89,10 @@ def list_program_faults() -> list[Fault]:
             Fault("dies", kind, "SIGSTOP", errors, False, False, ("cpu",), ranks),
             Fault("leaves", kind, "raises", errors, False, True, ("cpu",), ranks),
         ]
+    for message in (f"{what} {microbatch}" for microbatch in range(MICROBATCHES) for what in MESSAGES):
+        for name in ("SIGKILL", "SIGSTOP"):
+            is_death, how, ranks = name == "SIGKILL", f"{message}:{name}", RANKS["pipeline step"]
+            faults.append(Fault("at_message", "pipeline step", how, TIMEOUT + FAILED, False, is_death, ("cpu",), ranks))
     return [*faults, Fault("skips", "compiled step", "last", TIMEOUT, devices=("cpu",))]
 
 

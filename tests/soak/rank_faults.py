@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import ub_overlap
 from tests.harness.limits import limited, mapped_bytes
-from tests.harness.strike import signal_before_exchange
+from tests.harness.strike import signal_before_exchange, signal_before_message
 from ub_overlap.runtime import ops, plan_store
 from ub_overlap.runtime.session import session
 from ub_overlap.runtime.session.plan_announcements import announce_plan
@@ -38,6 +38,15 @@ def dies(rank: int, world: int, device: str, kind: str, how: str, deadline: floa
     scene = Scene(rank, world, device, kind, deadline, victim)
     # The areas of "A2A rounds" grow at the 17th call: strike before.
     scene.strike_later(lambda: os.kill(os.getpid(), getattr(signal, how)), 0.05 if kind == "A2A rounds" else 0.5)
+    return scene.finish(scene.call_until_error(LOOP_S + 3 * deadline))
+
+
+def at_message(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
+    """The victim gets a signal when it is about to issue a message of a pipeline. `how`: "message:signal" (strike.py)."""
+    scene = Scene(rank, world, device, kind, deadline, victim)
+    message, _, name = how.partition(":")
+    if scene.is_victim:
+        signal_before_message(message, name, scene.record_fault)
     return scene.finish(scene.call_until_error(LOOP_S + 3 * deadline))
 
 

@@ -1,4 +1,4 @@
-"""Training steps of whole programs, for the fault matrix: a compiled model, fully_shard, DistributedDataParallel, two hosts.
+"""Training steps of whole programs, for the fault matrix: compiled, fully_shard, DistributedDataParallel, two hosts, pipeline.
 
 Each maker returns a step. A step runs forward and backward without an update, and returns the gradients: the same in every
 call, unless a rank is lost.
@@ -7,18 +7,21 @@ call, unless a rank is lost.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 import ub_overlap
 
 Step = Callable[[], list[Tensor]]
 ROWS, WIDTH, HIDDEN = 8, 16, 32
+MICROBATCHES = 4
 OPTIONS = {"overlap": "force", "inner": "aot_eager"}
 
 
@@ -74,12 +77,26 @@ def make_replicated(device: torch.device) -> Step:
     return _step_of(model, device)
 
 
+def make_pipeline(device: torch.device) -> Step:
+    """Return a step of the schedule 1F1B, one stage a rank, whose messages take our channels."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = Block().to(device)
+    stage = PipelineStage(model, rank, ranks, device, group=ub_overlap.pipeline.make_group())
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    x = torch.randn(ROWS, WIDTH, device=device)
+    inputs, target = ((x,) if rank == 0 else ()), ({"target": torch.zeros_like(x)} if rank == ranks - 1 else {})
+    return _with_gradients(model, lambda: schedule.step(*inputs, **target))
+
+
 def _step_of(model: nn.Module, device: torch.device) -> Step:
     x = torch.randn(ROWS, WIDTH, device=device)
+    return _with_gradients(model, lambda: model(x).square().sum().backward())
 
+
+def _with_gradients(model: nn.Module, run: Callable[[], Any]) -> Step:
     def step() -> list[Tensor]:
         model.zero_grad()
-        model(x).square().sum().backward()
+        run()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         return [(grad.to_local() if hasattr(grad, "to_local") else grad).clone() for grad in grads]
 
@@ -91,7 +108,8 @@ STEPS: dict[str, Callable[[torch.device], Step]] = {
     "FSDP2 step": make_fully_sharded,
     "DDP step": make_replicated,
     "two hosts": make_hierarchical,
+    "pipeline step": make_pipeline,
 }
 """By the kind of the fault matrix."""
-RANKS = {"two hosts": 4}
+RANKS = {"two hosts": 4, "pipeline step": 3}
 """The ranks of those that need a number of them."""

@@ -49,10 +49,21 @@ FAULTS = (
     "FSDP2 step: leaves raises",
     "DDP step: dies SIGKILL",
     "two hosts: dies SIGKILL",
+    "pipeline step: at_message receives gradient 0:SIGSTOP",
     "AG: slow host",
     "RS direct: slow host",
 )
-"""Those that tests/runtime/test_failures.py does not try, and a late rank."""
+"""Those that tests/runtime/test_failures.py does not try, and a late rank. At each message of a pipeline, a death is tried."""
+IN_TEST = (
+    "pipeline step: at_message receives output 1:SIGKILL",
+    "pipeline step: at_message sends gradient 2:SIGKILL",
+    "pipeline step: at_message sends output 2:SIGSTOP",
+)
+CHOSEN = [
+    pytest.param(fault, marks=pytest.mark.tier("test")) if fault.name in IN_TEST else fault
+    for fault in list_faults("cpu")
+    if fault.name in (*FAULTS, *IN_TEST) or (fault.function == "at_message" and fault.is_death)
+]
 
 
 @pytest.mark.tier("full")
@@ -141,7 +152,7 @@ def fault_runs(request: pytest.FixtureRequest) -> Iterator[FaultRuns]:
 
 @pytest.mark.tier("full")
 @pytest.mark.soak
-@pytest.mark.parametrize("fault", [f for f in list_faults("cpu") if f.name in FAULTS], ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", CHOSEN, ids=lambda fault: fault.name)
 def test_fault(fault_runs: FaultRuns, fault: Fault) -> None:
     wrong, _ = fault_runs.result(fault)
     assert not wrong, wrong
@@ -159,5 +170,5 @@ def test_a_late_error_is_found(name: str) -> None:
 
 def test_the_chosen_faults_exist() -> None:
     names = [fault.name for fault in list_faults("cpu")]
-    assert set(FAULTS) <= set(names)
+    assert {*FAULTS, *IN_TEST} <= set(names)
     assert len(names) == len(set(names)), "two faults have one name"
