@@ -94,6 +94,7 @@ class _Job:
     kwargs: dict[str, Any]
     path: list[str]
     env: dict[str, str]
+    keep_graphs: bool
 
 
 def name_of(function: Callable[..., Any] | str) -> str:
@@ -145,7 +146,7 @@ def _run_job(job: _Job, rank: int, world: int) -> Any:
     settings = _settings()
     previous = {key: os.environ.get(key) for key in job.env}
     os.environ.update(job.env)
-    if "torch._dynamo" in sys.modules:
+    if "torch._dynamo" in sys.modules and not job.keep_graphs:
         torch._dynamo.reset()
     forget_meshes()
     torch.manual_seed(0)
@@ -246,14 +247,16 @@ class RankPool:
         *args: Any,
         timeout: float = PATIENCE_S,
         env: dict[str, str] | None = None,
+        keep_graphs: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
         """Return the results of `function(rank, world, *args, **kwargs)` by rank. `env` applies to this call only.
 
+        `keep_graphs`: it uses what earlier runs compiled.
         `timeout`: seconds; RankTimeout after that, with the stacks of the ranks that are late.
         """
         name = name_of(function)
-        job = pickle.dumps(_Job(name, args, kwargs, list(sys.path), env or {}))
+        job = pickle.dumps(_Job(name, args, kwargs, list(sys.path), env or {}, keep_graphs))
         if not self._processes:
             self._start()
         try:

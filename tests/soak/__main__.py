@@ -1,7 +1,8 @@
-"""python -m tests.soak calls | faults | pipeline: soaks and the fault matrix, on CPU ranks, bounded by flags.
+"""python -m tests.soak calls | programs | faults | pipeline: soaks and the fault matrix, on CPU ranks, bounded by flags.
 
     python -m tests.soak calls --ranks 4 --seconds 3600 --seed 7
     python -m tests.soak calls --ranks 4 --seed 7 --first 5312 -n 1        one call of it again
+    python -m tests.soak programs --ranks 2 --seconds 600 --only FSDP2     training steps of whole programs
     python -m tests.soak pipeline --ranks 4 --seconds 600                  schedules whose ranks are late at random
     python -m tests.soak faults --ranks 3 --deadline 3 --only 'grows|binds'
 
@@ -28,6 +29,19 @@ def _calls(options: argparse.Namespace) -> int:
     )  # fmt: skip
     print(report.describe())
     return 0 if report.is_fine else 1
+
+
+def _programs(options: argparse.Namespace) -> int:
+    from .soak import soak
+    from .steps import PROGRAMS, RANKS
+
+    wrong = 0
+    for name in (name for name in PROGRAMS if re.search(options.only, name)):
+        ranks, seconds = RANKS.get(name, options.ranks), None if options.calls else options.seconds
+        report = soak(ranks, options.seed, program=name, seconds=seconds, calls=options.calls, first=options.first)
+        print(report.describe(), flush=True)
+        wrong += not report.is_fine
+    return 1 if wrong else 0
 
 
 def _faults(options: argparse.Namespace) -> int:
@@ -72,13 +86,18 @@ def _pipeline(options: argparse.Namespace) -> int:
 def main() -> int:
     """Parse the command line and run one of the programs."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(required=True, metavar="calls | faults | pipeline")
+    commands = parser.add_subparsers(required=True, metavar="calls | programs | faults | pipeline")
     calls = commands.add_parser("calls", help="random calls, compared with fp64; resources stay flat")
     calls.set_defaults(run=_calls)
     calls.add_argument("--seconds", type=float, help="run so long (default 60, where -n is not given)")
-    calls.add_argument("-n", "--calls", type=int, help="run so many calls")
-    calls.add_argument("--first", type=int, default=0, help="number of the first call")
-    calls.add_argument("--seed", type=int, default=0)
+    programs = commands.add_parser("programs", help="training steps of whole programs, compared with fp64; resources stay flat")
+    programs.set_defaults(run=_programs)
+    programs.add_argument("--seconds", type=float, default=60.0, help="run each so long, where -n is not given")
+    programs.add_argument("--only", default="", help="regular expression on names of programs")
+    for command in (calls, programs):
+        command.add_argument("-n", "--calls", type=int, help="run so many calls, or steps")
+        command.add_argument("--first", type=int, default=0, help="number of the first one")
+        command.add_argument("--seed", type=int, default=0)
     faults = commands.add_parser("faults", help="one rank fails; the others must say so in time")
     faults.set_defaults(run=_faults)
     faults.add_argument("--seconds", type=float, help="start no trial after so many seconds")
@@ -91,7 +110,7 @@ def main() -> int:
     pipeline.set_defaults(run=_pipeline)
     pipeline.add_argument("--seconds", type=float, default=60.0, help="start no run after so many seconds")
     pipeline.add_argument("--seed", type=int, default=0)
-    for command in (calls, faults, pipeline):
+    for command in (calls, programs, faults, pipeline):
         command.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     return options.run(options)

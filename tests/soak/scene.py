@@ -20,7 +20,7 @@ from ub_overlap.runtime.schedule.steps import SLOTS
 from ub_overlap.runtime.session import session
 from ub_overlap.runtime.session.bind import find_session
 
-from .steps import STEPS
+from .steps import STEPS, make_step
 
 Outs = list[torch.Tensor]
 
@@ -62,7 +62,7 @@ class Scene:
         self.group = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
         self.store = _torch_compat.store_of(dist.group.WORLD)
         self.make = Maker(self.device, world)
-        self.step = STEPS[kind](self.device) if kind in STEPS else None
+        self.step = make_step(kind, self.device) if kind in STEPS else None
         self.graph: Any = None
         self.kind = "AG" if kind == "graph" else kind
         self.size = 2048 if self.cuda else 64

@@ -16,6 +16,7 @@ from .fault_matrix import Fault, FaultRuns, find_limit, judge, list_faults
 from .resources import Resources, find_leaks
 from .scene import Seen
 from .soak import soak
+from .steps import PROGRAMS, RANKS
 
 LEAST_SAMPLES = 12
 """Two samples to each sixth of the soak: find_leaks compares the lowest with the highest of a sixth."""
@@ -73,6 +74,27 @@ def test_soak() -> None:
     report = soak(2, seed=20, seconds=30.0, least_samples=LEAST_SAMPLES, limit_s=120.0)
     assert report.is_fine, report.describe()
     assert min(map(len, report.samples)) >= LEAST_SAMPLES, report.describe()
+
+
+@pytest.mark.tier("full")
+@pytest.mark.soak
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_soak_of_a_program(program: str) -> None:
+    """Steps of a whole program have right updates, and nothing grows."""
+    ranks = RANKS.get(program, 2)
+    report = soak(ranks, seed=7, program=program, seconds=15.0, least_samples=LEAST_SAMPLES, limit_s=120.0)
+    assert report.is_fine, report.describe()
+    assert min(map(len, report.samples)) >= LEAST_SAMPLES, report.describe()
+
+
+@pytest.mark.tier("full")
+def test_a_wrong_step_is_found_and_replays() -> None:
+    """A gradient that is off by a hundredth is found, in that step alone."""
+    first = soak(2, seed=4, program="DDP step", calls=4, sabotage=2)
+    again = soak(2, seed=4, program="DDP step", first=2, calls=1, sabotage=2)
+    assert [(number, rank) for number, rank, _ in first.bad] == [(2, 1)], first.describe()
+    assert "programs --only 'DDP step' --ranks 2 --seed 4 --first 2 -n 1" in first.describe()
+    assert first.bad == again.bad, again.describe()
 
 
 class _SlowPool:
