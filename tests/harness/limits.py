@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,3 +24,17 @@ def limited(kind: int, most: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(kind, before)
+
+
+@contextlib.contextmanager
+def no_more_threads() -> Iterator[None]:
+    """Leave no address space for the 8 MiB stack of another thread. Stacks of threads that have ended are in use meanwhile."""
+    done = threading.Event()
+    for _ in range(12):
+        threading.Thread(target=done.wait, daemon=True).start()
+    time.sleep(0.3)
+    try:
+        with limited(resource.RLIMIT_AS, mapped_bytes() + (5 << 20)):
+            yield
+    finally:
+        done.set()

@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import resource
-import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import ub_overlap
-from tests.harness.limits import limited, mapped_bytes
+from tests.harness.limits import no_more_threads
 from ub_overlap.runtime import settings
 
 from .rank_failures import attempt
 
 _COUNT = 6 << 20
 """Elements of a message of many pieces."""
-
-
-@contextlib.contextmanager
-def no_more_threads() -> Iterator[None]:
-    """Leave no address space for the 8 MiB stack of another thread. Stacks of threads that have ended are in use meanwhile."""
-    done = threading.Event()
-    for _ in range(12):
-        threading.Thread(target=done.wait, daemon=True).start()
-    time.sleep(0.3)
-    try:
-        with limited(resource.RLIMIT_AS, mapped_bytes() + (5 << 20)):
-            yield
-    finally:
-        done.set()
 
 
 def collective(rank: int, world: int) -> list[dict[str, Any]]:

@@ -96,6 +96,16 @@ def list_program_faults() -> list[Fault]:
     return [*faults, Fault("skips", "compiled step", "last", TIMEOUT, devices=("cpu",))]
 
 
+def list_recoveries() -> list[Fault]:
+    """Return the deaths after which the other ranks go on in a group of their own."""
+    kinds = ("RS", "A2A", "message", *(kind for kind in STEPS if kind != "two hosts"))
+    faults = [("SIGKILL", kind) for kind in kinds] + [("SIGSTOP", kind) for kind in ("RS", "compiled step")]
+    return [
+        Fault("shrinks", kind, how, TIMEOUT + FAILED, False, how == "SIGKILL", ("cpu",), 3, recovers=True)
+        for how, kind in faults
+    ]
+
+
 def list_faults(device: str, quick: bool = False) -> list[Fault]:
     """Return the faults for a device. `quick`: fewer ops."""
     faults: list[Fault] = []
@@ -128,10 +138,15 @@ def list_faults(device: str, quick: bool = False) -> list[Fault]:
         for how in ("SIGKILL", "SIGTERM"):
             faults.append(Fault("grows", "RS", f"{topic}:{how}", TIMEOUT, False, True, ("cpu",)))
         faults.append(Fault("grows", "RS", f"{topic}:SIGSTOP", TIMEOUT, victim_lives=False, devices=("cpu",)))
+    faults += list_recoveries()
     starved = ("ArenaError", *FAILED)  # the victim's own, and what the others hear of it
     faults += [Fault("starves", "RS", "first:files", starved, devices=("cpu",), recovers=True)]
     faults += [Fault("starves", "RS", how, starved, devices=("cpu",)) for how in ("later:files", "later:memory")]
-    faults += [Fault("starves", "RS", "late:files", (), devices=("cpu",))]  # peers that cannot be looked up are not gone
+    # Peers that cannot be looked up are not gone.
+    faults += [Fault("starves", "RS", f"late:{what}", (), devices=("cpu",)) for what in ("files", "threads")]
+    alone = ("UbOverlapError", *TIMEOUT, *FAILED)  # a victim without threads cannot tell all of its peers
+    faults += [Fault("starves", "RS", "first:threads", alone, devices=("cpu",), recovers=True)]
+    faults += [Fault("starves", "RS", "later:threads", alone, devices=("cpu",))]
     faults += [Fault("withholds", "bulk", how, TIMEOUT, victim_lives=False) for how in ("sleeps", "SIGSTOP")]
     faults += [Fault("slow", kind, "host", ()) for kind in ("AG", "RS direct", "two_shot")]
     faults += [Fault("slow", kind, "device", (), devices=("cuda",)) for kind in ("RS", "RS direct", *FUSED)]

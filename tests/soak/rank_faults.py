@@ -21,13 +21,16 @@ import torch
 import torch.distributed as dist
 
 import ub_overlap
-from tests.harness.limits import limited, mapped_bytes
+from tests.gpu.cases import Truth
+from tests.harness.limits import limited, mapped_bytes, no_more_threads
 from tests.harness.strike import signal_before_exchange, signal_before_message
 from ub_overlap.runtime import ops, plan_store
 from ub_overlap.runtime.session import session
 from ub_overlap.runtime.session.plan_announcements import announce_plan
 
+from .rank_programs import run_step
 from .scene import Scene
+from .steps import PROGRAMS, STEPS
 
 LOOP_S = 30.0
 """Seconds after which a loop of calls without an error ends."""
@@ -39,6 +42,31 @@ def dies(rank: int, world: int, device: str, kind: str, how: str, deadline: floa
     # The areas of "A2A rounds" grow at the 17th call: strike before.
     scene.strike_later(lambda: os.kill(os.getpid(), getattr(signal, how)), 0.05 if kind == "A2A rounds" else 0.5)
     return scene.finish(scene.call_until_error(LOOP_S + 3 * deadline))
+
+
+def shrinks(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
+    """The victim gets the signal `how` in a loop of calls. The others leave the world, make one of themselves, and go on.
+
+    `after`: what is wrong with their further calls, or steps.
+    """
+    scene = Scene(rank, world, device, kind, deadline, victim)
+    scene.strike_later(lambda: os.kill(os.getpid(), getattr(signal, how)))
+    seen = scene.call_until_error(LOOP_S + 3 * deadline)
+    ub_overlap.abort()
+    dist.destroy_process_group()
+    torch.compiler.reset()  # compiled graphs hold names of groups
+    store, living = dist.PrefixStore("living", scene.store), [r for r in range(world) if r != victim]
+    rank, world = living.index(rank), len(living)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    if kind in STEPS:
+        program = PROGRAMS[kind](scene.device)
+        seen.after = ", ".join(filter(None, [run_step(program, seed=0, number=number) for number in range(3)]))
+    else:
+        rest = Scene(rank, world, device, kind, deadline, victim=-1)
+        truth = Truth.of(rest.case, rest.group)
+        for _ in range(3):
+            truth.check(rest.op(), "after the recovery")
+    return asdict(seen)
 
 
 def at_message(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
@@ -131,10 +159,10 @@ def grows(rank: int, world: int, device: str, kind: str, how: str, deadline: flo
 
 
 def starves(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
-    """The victim may open no further file, or map no further memory.
+    """The victim may open no further file, map no further memory, or start no further thread.
 
     `how`: "first:" call of the group, a "later:" one, which needs larger memory, or one that waits for "late:" peers; then
-    "files" or "memory".
+    "files", "memory" or "threads".
     """
     when, _, what = how.partition(":")
     scene = Scene(rank, world, device, kind, deadline, victim, bound=when != "first")
@@ -148,11 +176,15 @@ def starves(rank: int, world: int, device: str, kind: str, how: str, deadline: f
             scene.op(site=f"fault.starves.{when}", case=case)
         scene.look()
 
-    return scene.finish(scene.attempt(body, lambda: begin))
+    seen = scene.attempt(body, lambda: begin)
+    dist.barrier()  # a victim without threads cannot tell its peers, which come to the further call only after their deadline
+    return scene.finish(seen)
 
 
 def starved(what: str) -> contextlib.AbstractContextManager[None]:
-    """Let this process open no further file, or map no further memory of any size that counts."""
+    """Let this process open no further file, start no further thread, or map no further memory of any size that counts."""
+    if what == "threads":
+        return no_more_threads()
     if what == "memory":
         return limited(resource.RLIMIT_AS, mapped_bytes() + (64 << 10))
     with open(os.devnull) as file:
