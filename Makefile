@@ -22,7 +22,7 @@ help:
 	@echo "make test     with the tests on ranks and of programs, by WORKERS=$(WORKERS) processes of pytest: 15 minutes"
 	@echo "make full     everything: also fuzz, families, soak, installs, examples, benchmarks, other releases of torch"
 	@echo "make torch-2.15.0   make test with that release, in .venv-2.15.0; once that is there, a part of make full"
-	@echo "make sanitize the CPU runtime under ASan and UBSan, then under TSan, with tests of ranks: 20 minutes"
+	@echo "make sanitize the CPU runtime under ASan and UBSan, then under TSan, with tests of ranks: half an hour"
 	@echo "make lint     ruff, clang-format, pyrefly, words   make format   let ruff and clang-format rewrite"
 	@echo "make docs     the documentation as a site in build/docs; a broken link fails"
 	@echo "make install  set up .venv and install the package make clean    remove .venv and all that was built"

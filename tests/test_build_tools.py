@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from build_tools import cuda_toolkit, index_readme, wheels
+from build_tools import cuda_toolkit, index_readme, sanitize, wheels
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADERS = ["cublasLt.h", "cuda_runtime_api.h"]
@@ -202,3 +202,8 @@ def test_a_wheel_is_moved_to_another_file_system(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "replace", cross_device)
     wheel = wheels.build_wheel(tmp_path / "sdist.tar.gz", Path("python"), tmp_path, "auto")
     assert wheel == tmp_path / "x.whl" and wheel.read_bytes() == b"wheel"
+
+
+def test_files_that_sanitizers_run_exist() -> None:
+    files = [Path(ROOT, text.removeprefix("--deselect=").partition("::")[0]) for text in sanitize.TESTS]
+    assert len(files) > 9 and [file for file in files if not file.is_file()] == []
