@@ -76,8 +76,8 @@ class Reason(str, Enum):
     DYNAMIC_SHAPE = "dynamic_shape"
     """A size that the op needs is symbolic and cannot be computed from the shard or the graph's inputs."""
     SCALES = "scales"
-    """It carries scales of float8 tensors: the largest amax of all ranks, which no op reduces, or scales that the op of the rows
-    takes with it. They are needed before anything else can begin."""
+    """It carries scales of float8 tensors: the largest amax of all ranks, which no op reduces, or scales that the op of
+    the rows takes with it. They are needed before anything else can begin."""
     SCALED_FORM = "scaled_form"
     """A float8 matmul in a form that the ops do not accept."""
     FILTERED = "filtered"
