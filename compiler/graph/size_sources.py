@@ -94,13 +94,14 @@ def _find(size: Any, known: Mapping[Size, SizeSource]) -> SizeSource | None:
 
 def _parts(size: Any) -> tuple[Any, ...]:
     """Return the arguments of the target of a function. Of several conditions, the first with what holds without it."""
+    parts: tuple[Any, ...] = tuple(size.args)
     if isinstance(size, sympy.Piecewise):
-        (value, condition), *others = size.args
+        (value, condition), *others = parts
         return condition, value, others[0].expr if others[0].cond is sympy.true else sympy.Piecewise(*others)
     if isinstance(size, sympy.core.relational.Relational):  # s/2 > t/3 is 3*s > 2*t: without fractions, it is exact
         factor = math.lcm(*(number.q for number in size.atoms(sympy.Rational)))
-        return tuple(sympy.expand(factor * part) for part in size.args)
-    return tuple(size.args)
+        return tuple(sympy.expand(factor * part) for part in parts)
+    return parts
 
 
 def _solve(known: Mapping[Size, SizeSource]) -> Iterator[tuple[sympy.Symbol, SizeSource]]:
