@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from .host_layout import world_hosts
+from .host_layout import hosts_of, world_hosts
 
 
 @lru_cache(maxsize=1)
@@ -63,9 +63,9 @@ def _hosts_by_group() -> list[str]:
     """Return "name: 0 0 1 1" for every group of this process, where there are several hosts."""
     from ub_overlap import _torch_compat as compat
 
-    world, found = world_hosts(), []
-    for group in compat.process_groups() if world else ():
-        hosts = [world[rank] for rank in compat.global_ranks(group)]
+    found = []
+    for group in compat.process_groups() if world_hosts() else ():
+        hosts = hosts_of(group.group_name)
         numbers = {host: str(number) for number, host in enumerate(dict.fromkeys(hosts))}
         found.append(f"{group.group_name}: {' '.join(numbers[host] for host in hosts)}")
     return sorted(found)

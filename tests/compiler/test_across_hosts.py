@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -339,6 +340,19 @@ def hosts_by_group(rank: int, world: int) -> list[str]:
     signature = [text.partition(": ") for text in transport_signature() if ": " in text]
     known = {name: hosts for name, _, hosts in signature}
     return [known[g.group_name] for g in groups if g in compat.process_groups()]
+
+
+def test_a_group_of_ranks_that_are_not_there_is_on_one_host(hosts2: RankPool) -> None:
+    """As in mirror mode. Groups of the process are named in the key of every graph."""
+    assert hosts2.run(hosts_of_a_mirror) == [["0"]] * 2
+
+
+def hosts_of_a_mirror(rank: int, world: int) -> list[str]:
+    group: Any = dist.new_group(list(range(world)))
+    known = compat.global_ranks
+    with mock.patch.object(compat, "global_ranks", lambda g: [0, world] if g is group else known(g)):
+        signature = [text.partition(": ") for text in transport_signature() if ": " in text]
+    return [hosts for name, _, hosts in signature if name == group.group_name]
 
 
 def test_hosts_are_part_of_cache_keys(hosts2: RankPool) -> None:
